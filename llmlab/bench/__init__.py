@@ -1,0 +1,1 @@
+"""The bench: workloads, driver, metrics, probes, results and supervision of measured runs."""
