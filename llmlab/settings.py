@@ -429,6 +429,8 @@ def _workload(settings: Settings) -> list[Problem]:
         Arrival.poisson: ("rate_rps",),
         Arrival.gamma: ("rate_rps", "interarrival_cv"),
     }.get(w.arrival, ())
+    if w.kind is WorkloadKind.quantiles:  # the profile knows its rate and burstiness
+        arrival_needs = tuple(k for k in arrival_needs if k == "concurrency")
     problems = [
         Problem(f"workload.{key}", None, f"is needed by {reason}")
         for keys, reason in (
@@ -447,9 +449,25 @@ def _workload(settings: Settings) -> list[Problem]:
         message = f"needs workload.kind=trace, not {w.kind.name}"
         allowed = ", ".join(a.name for a in Arrival if a is not Arrival.trace)
         problems.append(Problem("workload.arrival", "trace", message, f"allowed here: {allowed}"))
-    if w.path is not None and not Path(w.path).expanduser().is_file():
+    public = w.path is not None and w.path.startswith("data:")  # looked up when it is read
+    if w.path is not None and not public and not Path(w.path).expanduser().is_file():
         hint = "python -m llmlab.data list shows the public traces and how to get them"
         problems.append(Problem("workload.path", w.path, "no such file", hint))
+    return problems + _workload_misfits(w)
+
+
+def _workload_misfits(w: WorkloadSettings) -> list[Problem]:
+    """Settings that would be ignored by the chosen kind or arrival."""
+    problems = []
+    if w.time_scale != 1 and w.arrival is not Arrival.trace:
+        message = f"needs workload.arrival=trace, not {w.arrival.name}"
+        problems.append(Problem("workload.time_scale", w.time_scale, message, "allowed here: 1"))
+    if w.nano_vllm_order and w.kind is not WorkloadKind.uniform:
+        message = f"needs workload.kind=uniform, not {w.kind.name}"
+        problems.append(Problem("workload.nano_vllm_order", True, message, "allowed here: false"))
+    if w.overlong is Overlong.scale and w.kind is WorkloadKind.prompts:
+        hint = "allowed here: refuse, drop"
+        problems.append(Problem("workload.overlong", "scale", "a text cannot be scaled", hint))
     return problems
 
 
@@ -474,8 +492,15 @@ def _combinations(settings: Settings) -> list[Problem]:
     block = settings.kv.block_tokens
     if settings.kv.layout is KvLayout.paged and block > 0 and block & (block - 1):
         problems.append(
-            Problem("kv.block_tokens", block, "must be a power of two", "allowed: 1, 2, 4, ..., 16")
+            Problem(
+                "kv.block_tokens", block, "must be a power of two", "allowed: 1, 2, 4, 8, 16, ..."
+            )
         )
+    batching = settings.batching
+    if batching.chunk_tokens < batching.max_batch:
+        message = "must be at least batching.max_batch, since every sequence decodes in each step"
+        hint = f"batching.max_batch={batching.max_batch}"
+        problems.append(Problem("batching.chunk_tokens", batching.chunk_tokens, message, hint))
     d = settings.decoding
     if settings.backend.name is Backend.hf and (d.temperature, d.top_k, d.top_p, d.min_p) != (
         0.0,
@@ -495,13 +520,16 @@ def _model_files(settings: Settings) -> list[Problem]:
         if not folder.is_dir():
             return [Problem("model.path", m.path, "no such folder")]
         if not (folder / "config.json").is_file():
-            return [Problem("model.path", m.path, "no config.json inside", "expected: a HF folder")]
-    elif m.repo is None and m.arch is None:
-        hint = (
-            "set model.path to a folder, model.repo to a Hugging Face name, or pick a model config"
-        )
+            hint = "expected: a model folder in Hugging Face layout"
+            return [Problem("model.path", m.path, "no config.json inside", hint)]
+        return []
+    if m.embedded is not None:
+        shipped = sorted(p.name for p in ASSETS.iterdir() if (p / "config.json").is_file())
+        if m.embedded not in shipped:
+            hint = f"allowed: {', '.join(shipped)}"
+            return [Problem("model.embedded", m.embedded, "no such model", hint)]
+        return []
+    if m.repo is None and not (m.arch and m.weights is WeightsSource.random):
+        hint = "set model.path to a folder or model.repo to a Hugging Face name"
         return [Problem("model.path", None, "no model given", hint)]
-    if m.weights is WeightsSource.checkpoint and not (m.path or m.repo or m.embedded):
-        hint = "set model.path or model.repo, or model.weights=random"
-        return [Problem("model.weights", "checkpoint", "has no folder to load from", hint)]
     return []

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from llmlab.engine.records import StepRecord
+
 
 @dataclass(frozen=True)
 class BenchRequest:
@@ -43,26 +45,6 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """One engine step. `kind` is "prefill", "decode" or "mixed"."""
-
-    t_s: float
-    wall_s: float
-    kind: str
-    n_prefill_tokens: int
-    n_decode: int
-    batch: int
-    queue_len: int
-    running: int
-    kv_tokens_live: int
-    kv_blocks_used: int
-    kv_blocks_free: int
-    ctx_max: int
-    preemptions: int
-    gpu_s: float | None = None
-
-
-@dataclass(frozen=True)
 class RequestStats:
     """What a backend knows about a request beyond its events; None where it cannot know."""
 
@@ -86,7 +68,7 @@ class LoadReport:
     head_dim: int
     weights_bytes: int
     matmul_weights_bytes: int
-    """Bytes of weights read once by every decode step (the embedding table only if it is the head)."""
+    """Weights every decode step reads in full (the embeddings only if they are the head)."""
     kv_bytes_per_token: int
     kv_capacity_tokens: int | None
     kv_block_tokens: int | None

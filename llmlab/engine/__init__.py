@@ -1,0 +1,1 @@
+"""The engine: requests, scheduler, runner, and the step loop that joins them."""

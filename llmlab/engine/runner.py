@@ -1,0 +1,75 @@
+"""From a scheduled step to sampled tokens: build the packed batch, run the model, choose."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmlab.engine.scheduler import Scheduled
+from llmlab.kv.pool import KvPool
+from llmlab.model.llama import Model, forward
+from llmlab.ops.base import Batch, Ops, SamplingRows
+from llmlab.ops.sampling import uniforms
+
+
+class Runner:
+    """Runs steps eagerly on one device."""
+
+    def __init__(self, model: Model, ops: Ops, pool: KvPool) -> None:
+        self.model = model
+        self.ops = ops
+        self.pool = pool
+
+    def run(self, parts: list[Scheduled]) -> tuple[list[int], list[bool]]:
+        """Compute the parts; a token and whether its logits were finite, per sampling part.
+
+        The order is that of the parts whose `samples` is true.
+        """
+        batch = build_batch(parts, self.pool.geometry.block_tokens, self.ops)
+        logits = forward(self.model, batch, self.pool.layers, self.ops)
+        sampled = [p for p in parts if p.samples]
+        if not sampled:
+            return [], []
+        return self.ops.sample(logits, sampling_rows(sampled))
+
+
+def build_batch(parts: list[Scheduled], block_tokens: int, ops: Ops) -> Batch:
+    """Pack the parts' tokens on one axis. Parts with one token must come first."""
+    width = max(len(p.sequence.table.blocks) for p in parts)
+    tables = np.zeros((len(parts), width), dtype=np.int64)
+    ids: list[int] = []
+    positions, slots, logit_rows = [], [], []
+    for row, part in enumerate(parts):
+        s = part.sequence
+        stop = s.computed + part.n
+        blocks = np.asarray(s.table.blocks, dtype=np.int64)
+        tables[row, : len(blocks)] = blocks
+        where = np.arange(s.computed, stop, dtype=np.int64)
+        ids += s.tokens[s.computed : stop]
+        positions.append(where)
+        slots.append(blocks[where // block_tokens] * block_tokens + where % block_tokens)
+        if part.samples:
+            logit_rows.append(len(ids) - 1)
+    return Batch(
+        token_ids=ops.to_device(np.asarray(ids, dtype=np.int64)),
+        positions=ops.to_device(np.concatenate(positions)),
+        slots=ops.to_device(np.concatenate(slots)),
+        logit_rows=ops.to_device(np.asarray(logit_rows, dtype=np.int64)),
+        n_decode=sum(p.n == 1 for p in parts),
+        query_lens=[p.n for p in parts],
+        context_lens=[p.sequence.computed + p.n for p in parts],
+        block_tables=tables,
+    )
+
+
+def sampling_rows(parts: list[Scheduled]) -> SamplingRows:
+    """The parts' sampling parameters, with each row's random number for its next position."""
+    params = [p.sequence.params for p in parts]
+    seeds = np.asarray([p.sequence.seed for p in parts], dtype=np.uint64)
+    positions = np.asarray([len(p.sequence.tokens) for p in parts], dtype=np.uint64)
+    return SamplingRows(
+        temperature=np.asarray([p.temperature for p in params], dtype=np.float64),
+        top_k=np.asarray([p.top_k for p in params], dtype=np.int64),
+        top_p=np.asarray([p.top_p for p in params], dtype=np.float64),
+        min_p=np.asarray([p.min_p for p in params], dtype=np.float64),
+        uniforms=uniforms(seeds, positions),
+    )

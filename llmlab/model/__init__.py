@@ -1,0 +1,1 @@
+"""Models of the Llama family: config, checkpoint, one forward pass, tokenizer."""
