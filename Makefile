@@ -12,7 +12,7 @@ demo: $(VENV)/.core ## a quickstart run on this machine, then its figures and re
 	$(BIN)/python -m analysis.report
 
 test: lint ## everything that needs no GPU, in under 15 minutes on two cores
-	$(BIN)/python -m pytest -m "not gpu and not slow and not slurm"
+	$(BIN)/python -m pytest
 
 soak: $(VENV)/.dev ## the longer tests
 	$(BIN)/python -m pytest -m slow

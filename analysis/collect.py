@@ -61,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         print(line, file=sys.stderr)
     if not kept:
         print(
-            f"collect: no rows of {args.experiment} to keep under {args.results}. Make some: "
-            f"python -m llmlab.run +experiment={args.experiment}",
+            f"collect: no rows of {args.experiment} to keep under {args.results}. Make some, as "
+            f"with: python -m llmlab.run +experiment={args.experiment}",
             file=sys.stderr,
         )
         return 1

@@ -173,10 +173,16 @@ def several(values: pd.Series[str] | Sequence[str], most: int = 3) -> str:
     return ", ".join(found[:most]) + rest
 
 
-def command(runs: pd.DataFrame) -> str:
-    """The command that makes these rows again."""
-    name = runs["experiment"].iloc[0]
-    if name != "adhoc":
-        return f"python -m llmlab.run +experiment={name}"
-    overrides = [list(o) for o in runs["overrides"] if o is not None]
-    return " ".join(["python -m llmlab.run", *(overrides[0] if overrides else [])])
+def commands(runs: pd.DataFrame, most: int = 3) -> list[str]:
+    """The commands that make these rows again.
+
+    A sweep that an experiment file describes is one command: the overrides all its runs share.
+    """
+    made: dict[str, list[list[str]]] = {}
+    for overrides in runs["overrides"]:
+        words = [w for w in ([] if overrides is None else overrides) if "output_dir=" not in w]
+        named = next((word for word in words if word.startswith("+experiment=")), "")
+        made.setdefault(named or " ".join(words), []).append(words)
+    shared = [[w for w in sets[0] if all(w in other for other in sets)] for sets in made.values()]
+    lines = [" ".join(["python -m llmlab.run", *words]) for words in shared]
+    return lines if len(lines) <= most else [*lines[:most], f"… and {len(lines) - most} more"]

@@ -27,7 +27,7 @@ class Chapter:
     """All there is to say about one experiment."""
 
     name: str
-    command: str
+    commands: list[str]
     summary: str
     tables: dict[str, pd.DataFrame]
     pictures: list[Picture]

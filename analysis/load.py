@@ -94,7 +94,7 @@ def read(paths: list[Path], table: str) -> tuple[pa.Table, list[str]]:
 
     The schema is explicit, so a file of an older version reads as null where it lacks a column.
     """
-    schema = _plain(TABLES[table])
+    schema = plain(TABLES[table])
     parts, problems = [schema.empty_table()], []
     for path in paths:
         try:
@@ -104,7 +104,7 @@ def read(paths: list[Path], table: str) -> tuple[pa.Table, list[str]]:
     return pa.concat_tables(parts), problems
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
+def plain(schema: pa.Schema) -> pa.Schema:
     """Dictionary columns as strings: pandas categories do not concatenate."""
     fields = [
         f.with_type(f.type.value_type) if pa.types.is_dictionary(f.type) else f for f in schema

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from analysis import configs, html, sections, stats
 from analysis.figures import FIGURES
-from analysis.figures.base import NoData, write
+from analysis.figures.base import NoData, remove, write
 from analysis.load import Tables, load
 from analysis.tables import TABLES
 
@@ -116,13 +116,14 @@ def _chapter(name: str, tables: Tables, out: Path) -> html.Chapter:
         prepared = spec.prepare(rows)
         if isinstance(prepared, NoData):
             left_out.append(f"{spec.name} ({prepared.reason})")
+            remove(spec, out / name)
             continue
         stem = write(spec, prepared, out / name)
-        pictures.append(html.Picture(spec.title, prepared.caption(), stem))
+        pictures.append(html.Picture(spec.title, f"{prepared.note}.", stem))
     made = {part: make(rows) for part, make in TABLES.items()}
     filled = {part: table for part, table in made.items() if not table.empty}
     summary = configs.provenance(rows.runs)
-    return html.Chapter(name, configs.command(rows.runs), summary, filled, pictures, left_out)
+    return html.Chapter(name, configs.commands(rows.runs), summary, filled, pictures, left_out)
 
 
 def notes(tables: Tables, chapters: list[html.Chapter]) -> list[str]:

@@ -131,11 +131,8 @@ def _section(
 def _no_evidence(experiment: str) -> str:
     if experiment == "all":
         return "*No committed evidence yet.*"
-    return (
-        f"*No committed evidence for `{experiment}` yet: run "
-        f"`python -m llmlab.run +experiment={experiment}`, then "
-        f"`python -m analysis.collect {experiment}`.*"
-    )
+    collect = f"python -m analysis.collect {experiment}"
+    return f"*No committed evidence for `{experiment}` yet: `{collect}` makes it from its runs.*"
 
 
 def table_text(part: str, make: Callable[[Tables], pd.DataFrame], rows: Tables) -> str:

@@ -270,6 +270,15 @@ def footer(fig: Figure, text: str) -> None:
     fig.text(0.01, 0.01, "\n".join(lines), color=GREY, va="bottom", linespacing=1.3)
 
 
+def freeze(fig: Figure) -> None:
+    """Fix the layout, rounded: the solver's last digits differ from one drawing to the next."""
+    fig.draw_without_rendering()
+    fig.set_layout_engine("none")
+    for ax in fig.axes:
+        left, bottom, width, height = (round(float(v), 4) for v in ax.get_position().bounds)
+        ax.set_position((left, bottom, width, height))
+
+
 def save(fig: Figure, stem: Path) -> None:
     """`stem`.svg and `stem`.png (200 dpi), the same bytes for the same figure."""
     stem.parent.mkdir(parents=True, exist_ok=True)

@@ -102,15 +102,8 @@ def cpu_baseline(tables: Tables) -> pd.DataFrame:
     The ratio's interval is Student t on the log ratios of runs paired by repeat.
     """
     runs = tables.runs[tables.runs["status"] == "ok"]
-    same = [
-        "hw_key",
-        "model",
-        "weights",
-        "precision",
-        "workload",
-        "isl_mean_tokens",
-        "osl_mean_tokens",
-    ]
+    kind = ["hw_key", "model", "weights", "precision", "workload", "arrival", "concurrency"]
+    same = [*kind, "isl_mean_tokens", "osl_mean_tokens"]
     rows = []
     for _, group in runs.groupby(same, sort=False, dropna=False):
         if not {"llmlab", "hf"} <= set(group["backend"]):
@@ -128,10 +121,18 @@ def _by_config(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def _named(runs: pd.DataFrame, backend: str) -> str:
-    """A config as a reader of the comparison knows it: what is special about it, and its batch."""
+    """What is special about a config, and the most sequences that ran in one of its steps."""
     special = str(runs["config"].iloc[0]).removeprefix(backend).strip()
-    batch = runs["max_batch"].iloc[0]
-    return ", ".join(filter(None, [special, f"batch {batch:.0f}" if pd.notna(batch) else ""]))
+    batch = runs["batch_max"].max()
+    step = f"batch {batch:.0f}" if pd.notna(batch) else ""
+    return ", ".join(filter(None, [special, step])) or "–"
+
+
+def _asked(run: pd.Series[str]) -> str:
+    """The workload in words: lengths and how requests arrive."""
+    places = f" {run['concurrency']:.0f}" if pd.notna(run["concurrency"]) else ""
+    lengths = f"{run['isl_mean_tokens']:.0f} + {run['osl_mean_tokens']:.0f} tokens"
+    return f"{run['workload']} {lengths}, {run['arrival']}{places}"
 
 
 def _mean(runs: pd.DataFrame, column: str) -> float | None:
@@ -151,7 +152,7 @@ def _beside(ours: pd.DataFrame, theirs: pd.DataFrame) -> dict[str, str]:
     return {
         "device": first["machine"],
         "model": f"{first['model']} {first['precision']}{random}",
-        "workload": f"{first['workload']}" + ("" if equal else " (other prompts)"),
+        "workload": _asked(first) + ("" if equal else " (other prompts)"),
         "llmlab": _named(ours, "llmlab"),
         "HF": _named(theirs, "hf"),
         speed.label("llmlab output"): number(_mean(ours, y)),

@@ -17,6 +17,7 @@ from llmlab.bench.supervisor import Progress as RunProgress
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+WIDTH_IN_FILES = 140
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,12 +57,17 @@ def _measure(points: list[compose.Point]) -> int:
     block_id = new_run_id()
     todo, stored = sweep.split_done(sweep.jobs(points, block_id))
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH_IN_FILES)
     if stored:
         console.print(
             f"{len(stored)} of {len(stored) + len(todo)} runs are already measured "
             "(resume=never measures them again)"
         )
     rows = _execute(todo, block_id, console)
+    for row in rows:
+        if row["status"] == "invalid_config":
+            print(f"error: {row['error_msg']}", file=sys.stderr)
     console.print(summary([*stored, *rows], results_root(points[0].settings.output_dir)))
     return exit_code(rows, single=len(points) == 1)
 

@@ -16,7 +16,7 @@ from llmlab.compose import Point
 from llmlab.model.config import ModelConfig, ModelConfigError, from_hf, read_config
 from llmlab.model.folder import local_folder
 from llmlab.model.rope import RopeError
-from llmlab.settings import Backend, Problem, Settings, WorkloadKind, validate
+from llmlab.settings import Backend, KvLayout, Problem, Settings, WorkloadKind, validate
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ def _lengths(settings: Settings, config: ModelConfig) -> list[Problem]:
             hint = f"allowed: up to the model's context of {context}"
             return [Problem("kv.max_seq_tokens", longest, "longer than the context", hint)]
         context = longest
+    capacity, contiguous = settings.kv.capacity_tokens, settings.kv.layout is KvLayout.contiguous
+    block = context if contiguous else settings.kv.block_tokens
+    if settings.backend.name is Backend.llmlab and capacity is not None and capacity < block:
+        hint = f"a block of kv.layout={settings.kv.layout.name} has {block} tokens here"
+        return [Problem("kv.capacity_tokens", capacity, "less than one block", hint)]
     if settings.workload.kind is WorkloadKind.prompts:
         return []  # its lengths are known only to the model's tokenizer
     try:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import save_file
 
 from llmlab import ops
 from llmlab.engine.engine import Engine
@@ -56,7 +57,7 @@ LLAMA3_SCALING = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "original_max_position_embeddings": 128,
 }
 
 
@@ -102,9 +103,7 @@ def random_model(
     cast = checkpoint.skeleton(config, dtype, CPU)
     for name, place in cast.places.items():
         place.copy_(made.places[name])
-    return Loaded(
-        checkpoint.finish(cast, config, operators, config.context_tokens), operators, []
-    )
+    return Loaded(checkpoint.finish(cast, config, operators, config.context_tokens), operators, [])
 
 
 def fill_lively(tensors: Iterable[tuple[str, torch.Tensor]], seed: int) -> None:
@@ -115,7 +114,7 @@ def fill_lively(tensors: Iterable[tuple[str, torch.Tensor]], seed: int) -> None:
             if name.endswith("norm.weight"):
                 tensor.uniform_(0.5, 1.5, generator=generator)
             else:
-                tensor.normal_(0.0, 0.5 if name.endswith(".bias") else 0.15, generator=generator)
+                tensor.normal_(0.0, 0.5 if name.endswith(".bias") else 0.12, generator=generator)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -239,3 +238,35 @@ def max_difference(a: Array, b: Array) -> float:
     left, right = to_numpy(a), to_numpy(b)
     assert left.shape == right.shape
     return float(np.abs(left - right).max())
+
+
+def write_checkpoint(
+    folder: Path,
+    fields: dict[str, Any],
+    seed: int = 0,
+    shards: int = 1,
+    drop: Sequence[str] = (),
+    extra: dict[str, torch.Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, torch.Tensor]:
+    """A lively Llama checkpoint of `fields` in Hugging Face layout, and the tensors put into it.
+
+    `drop` leaves tensors out, `extra` adds some. With several shards, an index is written.
+    """
+    made = checkpoint.skeleton(from_hf(fields), torch.float32, CPU)
+    fill_lively(made.places.items(), seed)
+    tensors = {k: v.to(dtype).contiguous() for k, v in made.places.items() if k not in drop}
+    tensors |= extra or {}
+    write_json(folder / "config.json", fields)
+    if shards == 1:
+        save_file(tensors, folder / checkpoint.SINGLE)
+        return tensors
+    names = sorted(tensors)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    write_json(folder / checkpoint.INDEX, {"metadata": {}, "weight_map": weight_map})
+    return tensors

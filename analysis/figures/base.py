@@ -56,12 +56,22 @@ class Spec:
 
 
 def render(spec: Spec, prepared: Prepared) -> Figure:
-    """The finished figure with its footer."""
+    """The finished figure with its footer and a fixed layout."""
     with style.applied():
         fig = spec.draw(prepared.data)
         words = (configs.shared(prepared.runs), configs.provenance(prepared.runs))
         style.footer(fig, " · ".join(word for word in words if word))
+        style.freeze(fig)
     return fig
+
+
+FILES = (".svg", ".png", ".csv", ".runs.txt")
+
+
+def remove(spec: Spec, folder: Path) -> None:
+    """Remove what `write` left for rows that are gone."""
+    for suffix in FILES:
+        (folder / spec.name).with_suffix(suffix).unlink(missing_ok=True)
 
 
 def write(spec: Spec, prepared: Prepared, folder: Path) -> Path:

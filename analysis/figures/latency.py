@@ -75,7 +75,7 @@ def _limits(runs: pd.DataFrame) -> dict[str, float]:
         for key, values in found.items():
             values.add(slo.get(key))
     one = {key: values.pop() for key, values in found.items() if len(values) == 1}
-    return {key: float("nan") if one.get(key) is None else float(one[key]) for key in found}
+    return {key: np.nan if (limit := one.get(key)) is None else limit for key in found}
 
 
 def draw(data: pd.DataFrame) -> Figure:
@@ -89,8 +89,11 @@ def draw(data: pd.DataFrame) -> Figure:
         if mine["slo_s"].notna().any():
             at = float(mine["slo_s"].dropna().iloc[0]) / scale.factor
             ax.axvline(at, color=style.GREY, linewidth=1, dashes=(1, 2))
-            text = f"{slo.removesuffix('_s').upper()} SLO {at:g} {scale.unit} "
-            ax.text(at, 0.02, text, rotation=90, ha="right", va="bottom", color=style.GREY)
+            text = f" {slo.removesuffix('_s').upper()} SLO {at:g} {scale.unit} "
+            # Above or below: where the curves do not cross the line.
+            reached = mine.loc[mine["value_s"] <= at * scale.factor, "share"].max()
+            y, va = (0.02, "bottom") if reached > 0.5 else (1.0, "top")
+            ax.text(at, y, text, rotation=90, ha="right", va=va, color=style.GREY)
         style.log_ticks(ax.xaxis, *ax.get_xlim())
     axes[0].set_ylabel("share of requests")
     axes[1].set_ylabel("share of gaps")

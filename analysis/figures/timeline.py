@@ -63,50 +63,39 @@ def draw(data: pd.DataFrame) -> Figure:
     x = data["t_s"].to_numpy() / t.factor
     top.set_xlim(min(x[0], 0), x[-1])
     top.tick_params(labelbottom=False)
-    _pool_panel(top, x, data)
-    _queue_panel(below, x, data)
+    looks = style.looks(("live", "in blocks", "running", "preempted", "waiting"))
+    _pool_panel(top, x, data, looks)
+    for column, name in (("running", "running"), ("queue_len", "waiting")):
+        below.step(x, data[column], where="post", color=looks[name].color, lw=1.2, label=name)
+    below.set_ylim(0, max(1.0, data[["running", "queue_len"]].max().max()) * 1.1)
+    below.set_ylabel("requests")
     below.set_xlabel(t.label("time after the start of the window"))
+    named = [entry for ax in (top, below) for entry in ax.get_legend_handles_labels()[0]]
+    style.legend_on_top(fig, named)
     return fig
 
 
-def _pool_panel(ax: Axes, x: np.ndarray, data: pd.DataFrame) -> None:
-    paged, old = style.looks(["paged", "contiguous"]).values()
+def _pool_panel(ax: Axes, x: np.ndarray, data: pd.DataFrame, looks: dict[str, style.Look]) -> None:
     held, live = data["kv_held_tokens"].to_numpy(), data["kv_tokens_live"].to_numpy()
     capacity = float(data["kv_capacity_tokens"].iloc[0])
-    ax.fill_between(x, live, step="post", color=paged.color, alpha=0.3, linewidth=0)
-    ax.step(x, live, where="post", color=paged.color)
-    ax.step(x, held, where="post", color=old.color, linewidth=1)
+    ax.fill_between(x, live, step="post", color=looks["live"].color, alpha=0.3, linewidth=0)
+    ax.step(x, live, where="post", color=looks["live"].color, label="tokens live")
+    color = looks["in blocks"].color
+    ax.step(x, held, where="post", color=color, linewidth=1, label="tokens in blocks")
     top = max(held.max(), live.max(), 1.0)
     near = capacity < 2.5 * top
     ax.set_ylim(0, (capacity if near else top) * 1.15)
-    ends = [
-        style.End(x[-1], live[-1], "live", paged.color),
-        style.End(x[-1], held[-1], "in blocks", old.color),
-    ]
     if near:
-        ax.axhline(capacity, color=style.INK, linestyle="--", linewidth=1)
-        ends.append(style.End(x[-1], capacity, "capacity", style.INK))
+        ax.axhline(capacity, color=style.INK, linestyle="--", linewidth=1, label="capacity")
     else:
         text = f"capacity {capacity:,.0f}: {capacity / top:.1f} x the peak, above this axis"
         ax.text(0.005, 0.98, text, transform=ax.transAxes, va="top", color=style.GREY)
-    hit = data["preemptions"].to_numpy() > 0
-    ax.plot(
-        x[hit], np.full(hit.sum(), 0.97), "v", transform=ax.get_xaxis_transform(), color="#D55E00"
-    )
-    style.label_ends(ax, ends)
+    at = x[data["preemptions"].to_numpy() > 0]
+    if len(at):
+        high, color = np.full(len(at), 0.96), looks["preempted"].color
+        ax.plot(at, high, "v", transform=ax.get_xaxis_transform(), c=color, label="preemption")
     ax.set_ylabel(scale_for("kv_capacity_tokens").label("KV pool"))
     ax.yaxis.set_major_formatter("{x:,.0f}")
-
-
-def _queue_panel(ax: Axes, x: np.ndarray, data: pd.DataFrame) -> None:
-    ends = []
-    named = (("running", "running"), ("queue_len", "waiting"))
-    for (column, name), look in zip(named, style.looks(["a", "b"]).values(), strict=True):
-        ax.step(x, data[column], where="post", color=look.color, linestyle="-", linewidth=1.2)
-        ends.append(style.End(x[-1], float(data[column].iloc[-1]), name, look.color))
-    ax.set_ylim(0, max(1.0, data[["running", "queue_len"]].max().max()) * 1.1)
-    style.label_ends(ax, ends)
-    ax.set_ylabel("requests")
 
 
 SPEC = Spec("kv_timeline", "KV cache in use over a run", "quickstart", prepare, draw)

@@ -9,6 +9,7 @@ from llmlab.backends.base import ConfigError
 from llmlab.settings import DeviceKind, Kernel, KvDtype, Precision, Settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def pick_device(settings: Settings) -> torch.device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from llmlab.backends.base import (
     TokenEvent,
     Unsupported,
 )
-from llmlab.backends.device import pick_device, synchronize, weight_dtype
+from llmlab.backends.device import NAMES, pick_device, synchronize, weight_dtype
 from llmlab.engine.records import StepRecord
 from llmlab.model.checkpoint import INIT_STD
 from llmlab.model.config import ModelConfigError, from_hf
@@ -53,14 +54,22 @@ class _Streamer:
         return
 
 
+@dataclass
+class _Job:
+    """A request in the queue of the generating thread. Aborted ones report nothing more."""
+
+    request: BenchRequest
+    started_s: float | None = None
+    aborted: bool = False
+
+
 class HfBackend(Backend):
     def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
         self.settings = settings
         self.clock = clock
-        self._requests: queue.Queue[BenchRequest | None] = queue.Queue()
+        self._queue: queue.Queue[_Job | None] = queue.Queue()
         self._events: queue.Queue[TokenEvent | BaseException] = queue.Queue()
-        self._started: dict[int, float] = {}
-        self._aborted: set[int] = set()
+        self._jobs: dict[int, _Job] = {}
         self._thread: threading.Thread | None = None
 
     def load(self) -> LoadReport:
@@ -69,6 +78,7 @@ class HfBackend(Backend):
         dtype = weight_dtype(self.settings)
         try:
             self._model = self._load_model(dtype)
+            self._model.generation_config = _greedy(self._model, self.settings.decoding.ignore_eos)
             config = from_hf(self._model.config.to_dict())
         except (ModelConfigError, RopeError) as error:
             raise ConfigError(str(error)) from error
@@ -96,8 +106,16 @@ class HfBackend(Backend):
             kv_block_tokens=None,
             kv_reserved_bytes=None,
             act_dtype=self.settings.precision.name.name,
-            kv_dtype=str(dtype).removeprefix("torch."),
-            settings_in_force={"attn_implementation": self._model.config._attn_implementation},
+            kv_dtype=NAMES[dtype],
+            settings_in_force={
+                "kernel": f"hf_{self._model.config._attn_implementation}",
+                "batching": "one_by_one",
+                "max_batch": "1",
+                "kv_layout": "dynamic",
+                "kv_block_tokens": "null",
+                "chunk_tokens": "null",
+                "max_seq_tokens": str(config.context_tokens),
+            },
         )
 
     def _load_model(self, dtype: torch.dtype) -> Any:
@@ -110,7 +128,7 @@ class HfBackend(Backend):
         m = self.settings.model
         folder = locate(m)
         if m.weights is WeightsSource.checkpoint and folder is not None:
-            model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             return model.to(self.device).eval()
         if folder is not None:
             config = AutoConfig.from_pretrained(folder)
@@ -118,7 +136,7 @@ class HfBackend(Backend):
             arch = dict(m.arch or {})
             config = AutoConfig.for_model(arch.pop("model_type", "llama"), **arch)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model = model.to_empty(device=self.device).eval()
         _fill_random(model, self.settings.seed)
         return model
@@ -129,7 +147,8 @@ class HfBackend(Backend):
             message = f"longer than the context of {limit} tokens"
             self._events.put(TokenEvent(request.index, self.clock(), (), "refused", message))
             return
-        self._requests.put(request)
+        job = self._jobs[request.index] = _Job(request)
+        self._queue.put(job)
 
     def advance(self, until_s: float | None) -> list[TokenEvent]:
         events = []
@@ -147,66 +166,74 @@ class HfBackend(Backend):
         return [event for event in events if isinstance(event, TokenEvent)]
 
     def _serve(self) -> None:
-        while (request := self._requests.get()) is not None:
-            if request.index in self._aborted:
+        while (job := self._queue.get()) is not None:
+            if job.aborted:
                 continue
-            self._started[request.index] = self.clock()
+            job.started_s = self.clock()
             try:
-                self._generate(request)
+                self._generate(job)
             except _Abort:
                 continue
             except BaseException as error:  # handed to the driver's thread, which raises it
                 self._events.put(error)
 
     @torch.inference_mode()
-    def _generate(self, request: BenchRequest) -> None:
-        seen = 0
+    def _generate(self, job: _Job) -> None:
+        request, seen = job.request, 0
 
         def emit(token: int) -> None:
             nonlocal seen
             seen += 1
-            if request.index in self._aborted:
+            if job.aborted:
                 raise _Abort
-            if seen < request.output_tokens:
-                self._events.put(TokenEvent(request.index, self.clock(), (token,)))
-            else:
-                self._events.put(TokenEvent(request.index, self.clock(), (token,), "length"))
+            finish = "length" if seen == request.output_tokens else None
+            self._events.put(TokenEvent(request.index, self.clock(), (token,), finish))
 
-        ignore_eos = self.settings.decoding.ignore_eos
         ids = torch.tensor([list(request.prompt_ids)], device=self.device)
         self._model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=request.output_tokens,
-            min_new_tokens=request.output_tokens if ignore_eos else None,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            eos_token_id=None if ignore_eos else self._model.generation_config.eos_token_id,
-            pad_token_id=0,
             streamer=_Streamer(emit),
         )
         if seen < request.output_tokens:
             self._events.put(TokenEvent(request.index, self.clock(), (), "stop"))
 
     def abort(self, index: int) -> None:
-        self._aborted.add(index)
+        if index in self._jobs:
+            self._jobs[index].aborted = True
 
     def request_stats(self, index: int) -> RequestStats:
-        return RequestStats(self._started.get(index))
+        job = self._jobs.get(index)
+        return RequestStats(None if job is None else job.started_s)
 
     def drain_steps(self) -> list[StepRecord]:
         return []
 
     def forget(self) -> None:
-        self._started.clear()
-        self._aborted.clear()
+        for job in self._jobs.values():
+            job.aborted = True
+        self._jobs.clear()
+        while not self._events.empty():
+            self._events.get_nowait()
 
     def close(self) -> None:
-        self._requests.put(None)
+        self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout=60)
+
+
+def _greedy(model: Any, ignore_eos: bool) -> Any:
+    """The model's generation settings, greedy, without end ids where those are to be ignored."""
+    from transformers import GenerationConfig
+
+    given = model.generation_config
+    return GenerationConfig(
+        do_sample=False,
+        bos_token_id=given.bos_token_id,
+        eos_token_id=None if ignore_eos else given.eos_token_id,
+        pad_token_id=0,
+    )
 
 
 def _fill_random(model: Any, seed: int) -> None:

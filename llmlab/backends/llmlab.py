@@ -18,6 +18,7 @@ from llmlab.backends.base import (
     TokenEvent,
 )
 from llmlab.backends.device import (
+    NAMES,
     free_bytes,
     kv_dtype,
     pick_device,
@@ -95,7 +96,7 @@ class LlmlabBackend(Backend):
                 kv_block_tokens=shape.block_tokens,
                 kv_reserved_bytes=pool.nbytes,
                 act_dtype=s.precision.name.name,
-                kv_dtype=str(cache_dtype).removeprefix("torch."),
+                kv_dtype=NAMES[cache_dtype],
                 warnings=warnings,
             )
 

@@ -14,16 +14,23 @@ if TYPE_CHECKING:
     import torch
 
 _MIN_BYTES, _MAX_BYTES = 512 << 20, 1 << 30
+_GPU_BYTES = 2 << 30
+_GPU_LEAST_BYTES = 256 << 20
+"""A smaller read on a GPU takes hardly longer than the launch of the operator that does it."""
 _TRIAL_S = 0.04
 """Each operator is tried for about this long, and at least twice."""
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second: of main (or device) memory, and of a buffer as large as the weights."""
+    """Bytes per second: of main (or device) memory, and of a buffer as large as the weights.
+
+    The latter is None for weights so small that a GPU holds most of them in its caches: no
+    operator here can time that.
+    """
 
     read_bytes_per_s: float
-    working_set_bytes_per_s: float
+    working_set_bytes_per_s: float | None
 
 
 def measure(device: str, weights_bytes: int) -> Bandwidth:
@@ -36,17 +43,20 @@ def measure(device: str, weights_bytes: int) -> Bandwidth:
     read = measure_read_bandwidth(device, memory_bytes)
     if weights_bytes >= memory_bytes:
         return Bandwidth(read, read)
+    if device != "cpu" and weights_bytes < _GPU_LEAST_BYTES:
+        return Bandwidth(read, None)
     return Bandwidth(read, measure_read_bandwidth(device, max(weights_bytes, 1 << 16)))
 
 
 def memory_buffer_bytes(device: str) -> int:
-    """A size that no cache holds: 8 last-level caches, from 0.5 to 1 GiB, at most RAM / 8.
+    """A size that no cache holds: 2 GiB on a GPU; 8 last-level caches on a CPU, from 0.5 to 1 GiB
+    and at most RAM / 8.
 
     A cyclic read of more than one cache size already misses each time under LRU replacement, so
     the upper limit is safe where a virtual machine reports its host's whole cache.
     """
     if device != "cpu":
-        return _MAX_BYTES
+        return _GPU_BYTES
     wanted = min(max(8 * _last_level_cache_bytes(), _MIN_BYTES), _MAX_BYTES)
     return min(wanted, psutil.virtual_memory().total // 8)
 

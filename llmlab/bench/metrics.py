@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -428,7 +428,7 @@ RUN_METRICS: tuple[Metric[Observed], ...] = (
     Metric("mbu_ratio", "bytes per token x decode tok/s / read bandwidth", mbu_ratio),
 )
 
-METRICS = (*REQUEST_METRICS, *RUN_METRICS)
+METRICS: tuple[Metric[Any], ...] = (*REQUEST_METRICS, *RUN_METRICS)
 
 
 def run_columns(o: Observed) -> dict[str, Number | None]:

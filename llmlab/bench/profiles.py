@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr
 
 from llmlab.backends.base import ConfigError
 from llmlab.bench.lengths import Lengths
@@ -114,6 +113,8 @@ def sample(numbers: Numbers, n: int, rng: np.random.Generator) -> Lengths:
     correlation (Kruskal 1958). How lengths vary along time is not modelled. The first requests do
     not depend on `n`.
     """
+    from scipy.special import ndtr  # slow to import, and only needed here
+
     rho = 2 * math.sin(math.pi * numbers.spearman / 6)
     z = rng.standard_normal((n, 2))
     z[:, 1] = rho * z[:, 0] + math.sqrt(1 - rho**2) * z[:, 1]

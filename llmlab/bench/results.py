@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from llmlab.bench.schema import TABLES
@@ -147,6 +146,8 @@ def read_arrow(
     The schema is the code's, not the files': columns that a file lacks are null. Raises
     CorruptFile.
     """
+    import pyarrow.dataset as ds  # loads pandas: 0.4 s that a worker, which only writes, is spared
+
     folder = f"exp={quote(experiment, safe='')}" if experiment is not None else "exp=*"
     files = sorted((root / table).glob(f"{folder}/[!._]*.parquet"), key=lambda path: path.name)
     schema = TABLES[table]
@@ -197,34 +198,31 @@ def run_key(settings: Settings, code_hash: str, hw_key: str) -> str:
 
 
 def resume_key(settings: Settings, code_hash: str, hw_key: str) -> str | None:
-    """What to look up in `done_keys(root, settings.resume)`; None where nothing is skipped."""
+    """What to look up in `finished(root, settings.resume)`; None where nothing is skipped."""
     if settings.resume is Resume.never:
         return None
     return run_key(settings, code_hash if settings.resume is Resume.strict else "", hw_key)
 
 
-_KEY_COLUMNS = ["run_key", "config_hash", "hw_key", "repeat", "status"]
+def finished(root: Path, resume: Resume, experiment: str | None = None) -> dict[str, Row]:
+    """The last `runs` row under each key that needs no repetition.
 
-
-def done_keys(root: Path, resume: Resume, experiment: str | None = None) -> set[str]:
-    """Keys of the runs that need no repetition: ended for good, or failed `1 + MAX_RETRIES` times.
-
-    `strict` compares config, code, hardware and repeat; `config` leaves the code out; `never` is
-    the empty set. With `experiment` only its rows count. Raises CorruptFile.
+    Such a run ended for good, or failed `1 + MAX_RETRIES` times. `strict` compares config, code,
+    hardware and repeat; `config` leaves the code out; `never` is empty. With `experiment` only its
+    rows count. Raises CorruptFile.
     """
     if resume is Resume.never:
-        return set()
-    done: set[str] = set()
+        return {}
+    done: dict[str, Row] = {}
     failures: Counter[str] = Counter()
-    for row in read_arrow(root, "runs", experiment, _KEY_COLUMNS).to_pylist():
+    for row in read_arrow(root, "runs", experiment).to_pylist():
         key = row["run_key"]
         if resume is Resume.config:
             key = key_of(row["config_hash"], "", row["hw_key"], row["repeat"])
-        if row["status"] in TERMINAL:
-            done.add(key)
-        else:
-            failures[key] += 1
-    return done | {key for key, count in failures.items() if count > MAX_RETRIES}
+        failures[key] += row["status"] not in TERMINAL
+        if row["status"] in TERMINAL or failures[key] > MAX_RETRIES:
+            done[key] = row
+    return done
 
 
 def earlier_attempts(root: Path, key: str) -> int:

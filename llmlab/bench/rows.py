@@ -95,10 +95,10 @@ def _cast(text: str, kind: pa.DataType) -> Any:
     return text == "True" if pa.types.is_boolean(kind) else text
 
 
-def workload_columns(workload: Workload, n_requests: int) -> Row:
-    """What was asked of the backend. `n_requests` counts those that arrived."""
+def workload_columns(workload: Workload) -> Row:
+    """What is asked of the backend; how many requests arrived is in the `requests_*` columns."""
     return {
-        "n_requests": n_requests,
+        "n_requests": len(workload.requests),
         "concurrency": workload.concurrency,
         "rate_rps": workload.rate_rps,
         "offered_rps": workload.offered_rps,

@@ -19,21 +19,23 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from llmlab.bench import probes, provenance, results, validity
 from llmlab.bench.clock import SystemClock
+from llmlab.bench.oom import oom_kills
 from llmlab.bench.results import Row
 from llmlab.bench.rows import config_columns
 from llmlab.bench.schema import SCHEMA_VERSION
 from llmlab.bench.validity import Evidence
-from llmlab.bench.worker import DEFAULT_FACTORY
+from llmlab.bench.worker import DEFAULT_FACTORY, EXIT_CODES
 from llmlab.settings import Settings, config_hash, to_dict
 
 _GRACE_S = 10.0
 """How long a worker may take to end after it was told to."""
+
+_STATUS_OF_CODE = {code: status for status, code in EXIT_CODES.items()}
 
 # what numpy's BLAS and torch read when they are imported, before any setting can reach them
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -244,7 +246,8 @@ class _Supervision:
                     return True
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
-                    self._hear(json.loads(line), sampler)
+                    with contextlib.suppress(json.JSONDecodeError):  # cut short by a signal
+                        self._hear(json.loads(line), sampler)
         return False
 
     def _hear(self, message: Mapping[str, Any], sampler: probes.Sampler) -> None:
@@ -302,7 +305,8 @@ class _Supervision:
             row |= {"status": status, "error_type": "Signal", "error_msg": text}
         else:
             text = f"the worker ended with code {returncode} and no row"
-            row |= {"status": "crash", "error_type": "Exit", "error_msg": text}
+            status = _STATUS_OF_CODE.get(returncode, "crash")
+            row |= {"status": status, "error_type": "Exit", "error_msg": text}
         return row | {"failed_phase": told.phase}
 
     def _assemble(
@@ -361,25 +365,3 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def oom_kills(proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How often the kernel's OOM killer has struck: in this control group, else on the host.
-
-    None where the system does not tell. Sources: cgroup v2 `memory.events`, v1
-    `memory.oom_control`, `/proc/vmstat`, each with a line `oom_kill N`.
-    """
-    places: list[Path] = []
-    with contextlib.suppress(OSError):
-        for line in (proc / "self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if not controllers:
-                places.append(mount / group.lstrip("/") / "memory.events")
-            elif "memory" in controllers.split(","):
-                places.append(mount / "memory" / group.lstrip("/") / "memory.oom_control")
-    for path in (*places, proc / "vmstat"):
-        with contextlib.suppress(OSError):
-            for line in path.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return None

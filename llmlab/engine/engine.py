@@ -125,6 +125,7 @@ class Engine:
 
     def _accept(self, sequence: Sequence, token: int, finite: bool) -> Output:
         if not finite:
+            self.runner.pool.clear(sequence.table.blocks)
             error = NotFinite(f"logits at position {len(sequence.tokens) - 1} are not finite")
             return self._end(sequence, Finish.error, error=error)
         params = sequence.params
@@ -148,9 +149,7 @@ class Engine:
 
     def _record(self, step: Step, start: float) -> Callable[[float], StepRecord]:
         """The step's record, all but its duration; counted before the sequences move on."""
-        decodes = [
-            p for p in step.parts if p.n == 1 and p.samples and p.sequence.output_tokens > 0
-        ]
+        decodes = [p for p in step.parts if p.n == 1 and p.samples and p.sequence.output_tokens > 0]
         prefill_tokens = sum(p.n for p in step.parts) - len(decodes)
         kind = "mixed" if decodes and prefill_tokens else "decode" if decodes else "prefill"
         running = self.scheduler.running

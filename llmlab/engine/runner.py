@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from llmlab.engine.scheduler import Scheduled
 from llmlab.kv.pool import KvPool
@@ -19,6 +20,7 @@ class Runner:
         self.ops = ops
         self.pool = pool
 
+    @torch.inference_mode()
     def run(self, parts: list[Scheduled]) -> tuple[list[int], list[bool]]:
         """Compute the parts; a token and whether its logits were finite, per sampling part.
 
@@ -35,7 +37,7 @@ class Runner:
 def build_batch(parts: list[Scheduled], block_tokens: int, ops: Ops) -> Batch:
     """Pack the parts' tokens on one axis. Parts with one token must come first."""
     width = max(len(p.sequence.table.blocks) for p in parts)
-    tables = np.zeros((len(parts), width), dtype=np.int64)
+    tables = np.empty((len(parts), width), dtype=np.int64)
     ids: list[int] = []
     positions, slots, logit_rows = [], [], []
     for row, part in enumerate(parts):
@@ -43,6 +45,8 @@ def build_batch(parts: list[Scheduled], block_tokens: int, ops: Ops) -> Batch:
         stop = s.computed + part.n
         blocks = np.asarray(s.table.blocks, dtype=np.int64)
         tables[row, : len(blocks)] = blocks
+        # Padding is read and masked; a neighbour's NaN would survive the mask, so it is one's own.
+        tables[row, len(blocks) :] = blocks[0]
         where = np.arange(s.computed, stop, dtype=np.int64)
         ids += s.tokens[s.computed : stop]
         positions.append(where)
@@ -64,12 +68,17 @@ def build_batch(parts: list[Scheduled], block_tokens: int, ops: Ops) -> Batch:
 def sampling_rows(parts: list[Scheduled]) -> SamplingRows:
     """The parts' sampling parameters, with each row's random number for its next position."""
     params = [p.sequence.params for p in parts]
-    seeds = np.asarray([p.sequence.seed for p in parts], dtype=np.uint64)
-    positions = np.asarray([len(p.sequence.tokens) for p in parts], dtype=np.uint64)
+    temperature = np.asarray([p.temperature for p in params], dtype=np.float64)
+    if temperature.any():
+        seeds = np.asarray([p.sequence.seed for p in parts], dtype=np.uint64)
+        positions = np.asarray([len(p.sequence.tokens) for p in parts], dtype=np.uint64)
+        draws = uniforms(seeds, positions)
+    else:
+        draws = np.zeros_like(temperature)  # greedy rows draw nothing
     return SamplingRows(
-        temperature=np.asarray([p.temperature for p in params], dtype=np.float64),
+        temperature=temperature,
         top_k=np.asarray([p.top_k for p in params], dtype=np.int64),
         top_p=np.asarray([p.top_p for p in params], dtype=np.float64),
         min_p=np.asarray([p.min_p for p in params], dtype=np.float64),
-        uniforms=uniforms(seeds, positions),
+        uniforms=draws,
     )

@@ -117,13 +117,15 @@ class Scheduler:
             budget -= len(sequence.tokens)
 
     def _has_room_for(self, sequence: Sequence) -> bool:
-        """Whether its tokens fit beside one more block for each running sequence still to grow.
+        """Whether its tokens fit beside one more block for each decoding sequence still to grow.
 
-        Without that margin a newcomer would be preempted at the next block boundary of an elder.
+        Without that margin a newcomer would be preempted at the next block boundary of an elder;
+        a prompt that is still being computed has no such boundary ahead.
         """
         allocator = self.allocator
         growing = sum(
-            allocator.blocks_for(s.most_cached_tokens) > len(s.table.blocks) for s in self.running
+            s.pending == 1 and allocator.blocks_for(s.most_cached_tokens) > len(s.table.blocks)
+            for s in self.running
         )
         need = allocator.missing(sequence.table, len(sequence.tokens))
         return need + growing <= allocator.free_blocks

@@ -17,7 +17,7 @@ class BlockTable:
 
 
 class BlockAllocator:
-    """A free list. Freed blocks are handed out again in ascending order of their release."""
+    """A free list. The blocks freed last are handed out first, in the order of their table."""
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self.blocks = blocks

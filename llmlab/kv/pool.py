@@ -12,7 +12,7 @@ from llmlab.ops.base import KvLayer, Ops
 class KvPool:
     """Keys and values of every layer, allocated once.
 
-    Zeroed: padding entries of a block table point at block 0, whose content is masked out, but
+    Zeroed: attention may read a block past its sequence's last token and mask what it found, but
     uninitialised memory may hold NaN, and NaN survives a mask.
     """
 
@@ -26,6 +26,12 @@ class KvPool:
         shape = (geometry.blocks, geometry.block_tokens, n_kv_heads, head_dim)
         layers = [KvLayer(ops.zeros(shape), ops.zeros(shape)) for _ in range(n_layers)]
         return cls(geometry, layers)
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zero the blocks, before they are freed by a sequence whose keys or values hold NaN."""
+        for layer in self.layers:
+            layer.keys[blocks] = 0
+            layer.values[blocks] = 0
 
     @property
     def nbytes(self) -> int:

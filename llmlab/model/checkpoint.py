@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -179,7 +180,7 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
             raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} found")
         return {single: None}
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = dict[str, str](json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
     grouped: defaultdict[Path, list[str]] = defaultdict(list)
@@ -192,7 +193,8 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[safe_open]:
+def _opened(file: Path) -> Iterator[Any]:
+    """The file's safe_open handle, whose methods carry no types."""
     try:
         with safe_open(file, framework="pt", device="cpu") as shard:
             yield shard
@@ -200,12 +202,13 @@ def _opened(file: Path) -> Iterator[safe_open]:
         raise CheckpointError(f"{file}: {error}") from error
 
 
-def _copy(shard: safe_open, name: str, place: torch.Tensor, file: Path) -> None:
+def _copy(shard: Any, name: str, place: torch.Tensor, file: Path) -> None:
     tensor = shard.get_tensor(name)
+    wanted = list(place.shape)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
-        tensor = tensor.expand_as(place)  # one norm shared by all heads fills each head's row
-    if tensor.shape != place.shape:
-        found, wanted = list(tensor.shape), list(place.shape)
+        wanted = wanted[1:]  # one norm shared by all heads fills each head's row
+    if list(tensor.shape) != wanted:
+        found = list(tensor.shape)
         raise CheckpointError(f"{file.name}: {name} has shape {found}, the config says {wanted}")
     if not tensor.is_floating_point():
         raise CheckpointError(f"{file.name}: {name} is {tensor.dtype}, not a float type")

@@ -58,6 +58,15 @@ class ModelConfig:
         """Numbers that one token adds to the cache, keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def n_params(self) -> int:
+        """Numbers in the checkpoint, a tied head counted once."""
+        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = self.hidden * (2 * q_rows + 2 * kv_rows + 3 * self.intermediate + 2)
+        layer += self.qkv_bias * (q_rows + 2 * kv_rows) + self.qk_norm * 2 * self.head_dim
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * layer + self.hidden
+
 
 def read_config(folder: Path) -> ModelConfig:
     """The config of a checkpoint folder; end ids of generation_config.json win. See from_hf."""
@@ -95,14 +104,15 @@ def from_hf(raw: dict[str, Any]) -> ModelConfig:
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelConfigError(f"hidden_act={activation}: not supported (allowed: silu)")
-    if raw.get("mlp_bias") or (raw.get("attention_bias") and not family.qkv_bias):
-        raise ModelConfigError("attention_bias or mlp_bias: not supported for " + name)
+    for key in ("mlp_bias",) if family.qkv_bias else ("mlp_bias", "attention_bias"):
+        if raw.get(key):
+            raise ModelConfigError(f"{key}=true: not supported for {name} (allowed: false)")
     heads = _positive(raw, "num_attention_heads")
     hidden = _positive(raw, "hidden_size")
-    kv_heads = raw.get("num_key_value_heads") or heads
+    kv_heads = _positive(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelConfigError(f"num_key_value_heads={kv_heads}: must divide {heads} heads")
-    head_dim = raw.get("head_dim") or hidden // heads
+    head_dim = _positive(raw, "head_dim", hidden // heads)
     if head_dim % 2:
         raise ModelConfigError(f"head_dim={head_dim}: must be even for rotary positions")
     context = _positive(raw, "max_position_embeddings")
@@ -135,8 +145,10 @@ def _window(raw: dict[str, Any], family: Family) -> int | None:
     return window
 
 
-def _positive(raw: dict[str, Any], key: str) -> int:
+def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
+    if value is None:
+        value = default
     if not isinstance(value, int) or value < 1:
         raise ModelConfigError(f"{key}={value}: must be a positive integer")
     return value

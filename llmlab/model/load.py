@@ -14,7 +14,8 @@ from llmlab.model.llama import Model
 from llmlab.ops.base import Ops
 from llmlab.settings import ModelSettings, WeightsSource
 
-HF_FILES = ["*.json", "*.safetensors"]
+# Not every *.safetensors: some repositories keep the same weights a second time, consolidated.
+HF_FILES = ["*.json", "model*.safetensors"]
 
 
 def locate(settings: ModelSettings) -> Path | None:

@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-ROPE_TYPES = ("default", "linear", "llama3")
+# Each kind of scaling, and the fields without which it would silently do nothing.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 
 
 class RopeError(ValueError):
-    """A rotary scaling this engine does not know."""
+    """A rotary scaling this engine does not know, or one that lacks a field it needs."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +42,17 @@ class RopeConfig:
     def from_hf(cls, raw: dict[str, Any], head_dim: int, context_tokens: int) -> RopeConfig:
         """From `rope_parameters`, or `rope_theta` and `rope_scaling`; `rope_type` or `type`.
 
-        Raises RopeError for an unknown kind: running without its scaling would look right on
-        short prompts and degrade on long ones.
+        Raises RopeError for an unknown kind or a missing field: running without the scaling would
+        look right on short prompts and degrade on long ones.
         """
         scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
         if kind not in ROPE_TYPES:
             allowed = ", ".join(ROPE_TYPES)
             raise RopeError(f"rope_type={kind}: not supported (allowed: {allowed})")
+        missing = [key for key in ROPE_TYPES[kind] if scaling.get(key) is None]
+        if missing:
+            raise RopeError(f"rope_type={kind}: needs {', '.join(missing)}")
         if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
             raise RopeError("partial_rotary_factor: not supported (allowed: 1.0)")
         return cls(
@@ -71,8 +84,10 @@ def inverse_frequencies(config: RopeConfig) -> npt.NDArray[np.float32]:
     turns = np.float32(config.original_context_tokens) / wavelengths
     low, high = config.low_freq_factor, config.high_freq_factor
     blend = np.clip((turns - np.float32(low)) / np.float32(high - low), 0, 1)
-    scaled = (1 - blend) * frequencies / np.float32(config.factor) + blend * frequencies
-    return scaled.astype(np.float32)
+    scaled: npt.NDArray[np.float32] = (
+        (1 - blend) * frequencies / np.float32(config.factor) + blend * frequencies
+    ).astype(np.float32)
+    return scaled
 
 
 def tables(

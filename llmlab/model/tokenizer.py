@@ -21,10 +21,13 @@ class Tokenizer:
         if not file.is_file():
             raise TokenizerError(f"{folder}: no tokenizer.json")
         self._inner = HfTokenizer.from_file(str(file))
-        self._bos_id = config.bos_id
+        # What an empty text becomes says whether this tokenizer begins texts with the config's
+        # id: Qwen names one and does not use it.
+        used = self._inner.encode("").ids[:1] == [config.bos_id]
+        self._bos_id = config.bos_id if used else None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt, with exactly one begin-of-text id where the model has one."""
+        """Ids of a raw prompt, with exactly one begin-of-text id where the tokenizer adds one."""
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         if self._bos_id is None or ids[:1] == [self._bos_id]:
             return ids

@@ -25,7 +25,7 @@ class Batch:
     token_ids, positions, slots: [T] int64; `slots` is where each token's keys and values go,
     block * block_tokens + offset. logit_rows: [R] int64, indices into T.
     query_lens, context_lens: per sequence, new tokens and tokens in the cache including them.
-    block_tables: [S, widest] int64, padded with 0.
+    block_tables: [S, widest] int64, padded with a block of the same sequence.
     """
 
     token_ids: Array

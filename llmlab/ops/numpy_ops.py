@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmlab.ops.base import Array, Batch, KvLayer, Ops, SamplingRows
-from llmlab.ops.sampling import TOP_P_TOLERANCE
+from llmlab.ops.sampling import top_p_reach
 
 F32 = np.float32
 
@@ -108,15 +108,16 @@ def _sample_row(logits: npt.NDArray[np.float64], rows: SamplingRows, r: int) -> 
     with np.errstate(over="ignore"):
         probs = np.exp((logits - logits.max()) / rows.temperature[r])
     order = np.argsort(-probs, kind="stable")
-    sorted_probs = probs[order]
+    ranked = probs[order]
     keep = np.ones(len(probs), dtype=bool)
     if rows.top_k[r] > 0:
         keep[rows.top_k[r] :] = False
-    kept = np.where(keep, sorted_probs, 0.0)
+    kept = np.where(keep, ranked, 0.0)
     before = np.cumsum(kept) - kept
-    keep &= before < rows.top_p[r] * (1 - TOP_P_TOLERANCE) * kept.sum()
-    keep &= sorted_probs >= rows.min_p[r] * sorted_probs[0]
+    keep &= before < top_p_reach(rows.top_p[r : r + 1]) * kept.sum()
+    keep &= ranked >= rows.min_p[r] * ranked[0]
     keep[0] = True
-    cumulative = np.cumsum(np.where(keep, sorted_probs, 0.0))
+    probs[order[~keep]] = 0.0
+    cumulative = np.cumsum(probs)
     place = np.searchsorted(cumulative, rows.uniforms[r] * cumulative[-1], side="right")
-    return int(order[min(place, int(keep.nonzero()[0][-1]))])
+    return int(min(place, probs.nonzero()[0][-1]))

@@ -56,13 +56,14 @@ def uniforms(
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[list[int], list[bool]]:
-    """One token per row of logits [R, V] (any float dtype, any device), and whether it is finite.
+    """One token per row of logits [R, V] (any float dtype, any device), and whether all of it is
+    finite.
 
     Temperature 0 is argmax. Probabilities are float64 where the device has it.
     """
     tops, best = logits.max(dim=-1)
-    # A NaN anywhere makes the maximum NaN, +inf makes it inf, all -inf makes it -inf.
-    finite = torch.isfinite(tops)
+    # A NaN anywhere makes both extremes NaN.
+    finite = torch.isfinite(tops) & torch.isfinite(logits.amin(dim=-1))
     drawn = np.flatnonzero(rows.temperature > 0)
     if len(drawn):
         best = best.clone()
@@ -79,25 +80,37 @@ def _draw(logits: torch.Tensor, rows: SamplingRows, which: npt.NDArray[np.intp])
         return torch.from_numpy(values[which]).to(logits.device, wide)[:, None]
 
     x = logits.to(wide)
-    # Subtracting the maximum first keeps every temperature, however small, free of overflow.
-    probs = torch.exp((x - x.amax(-1, keepdim=True)) / column(rows.temperature))
-    order = None
+    # Subtracting the maximum first keeps every temperature, however small, free of overflow; one
+    # that would round to 0 in `wide` is raised to the smallest that does not.
+    temperature = column(rows.temperature).clamp_min(torch.finfo(wide).tiny)
+    probs = torch.exp((x - x.amax(-1, keepdim=True)) / temperature)
     top_k, top_p, min_p = rows.top_k[which], rows.top_p[which], rows.min_p[which]
     if (top_k > 0).any() or (top_p < 1).any() or (min_p > 0).any():
-        probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         limit = np.where(top_k > 0, top_k, probs.shape[-1])
-        rank = torch.arange(probs.shape[-1], device=logits.device)
-        keep = rank < torch.from_numpy(limit).to(logits.device)[:, None]
-        kept = probs * keep
-        before = kept.cumsum(-1) - kept
-        reach = column(rows.top_p) * (1 - TOP_P_TOLERANCE) * kept.sum(-1, keepdim=True)
-        keep &= (before < reach) & (probs >= column(rows.min_p) * probs[:, :1])
-        keep[:, 0] = True
-        probs = probs * keep
+        reach = column(top_p_reach(rows.top_p))
+        probs = _filtered(probs, torch.from_numpy(limit).to(x.device), reach, column(rows.min_p))
+    # The draw runs in the order of token ids, filtered or not, so that it never depends on
+    # whether a batch mate asked for a filter.
     cumulative = probs.cumsum(-1)
-    target = column(rows.uniforms) * cumulative[:, -1:]
-    place = torch.searchsorted(cumulative, target, right=True)
+    place = torch.searchsorted(cumulative, column(rows.uniforms) * cumulative[:, -1:], right=True)
     # Rounding can put the target on the total: then the last token with any probability is meant.
-    support = torch.arange(1, probs.shape[-1] + 1, device=logits.device) * (probs > 0)
-    place = torch.minimum(place, support.amax(-1, keepdim=True) - 1)
-    return (place if order is None else order.gather(-1, place)).squeeze(-1)
+    support = torch.arange(1, probs.shape[-1] + 1, device=x.device) * (probs > 0)
+    return torch.minimum(place, support.amax(-1, keepdim=True) - 1).squeeze(-1)
+
+
+def top_p_reach(top_p: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The share of probability before a token at which top-p drops it; inf where top_p is off."""
+    return np.where(top_p < 1, top_p * (1 - TOP_P_TOLERANCE), np.inf)
+
+
+def _filtered(
+    probs: torch.Tensor, limit: torch.Tensor, reach: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """probs [R, V] with the tokens that top-k, top-p or min-p drop set to 0, not renormalised."""
+    ranked, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+    keep = torch.arange(probs.shape[-1], device=probs.device) < limit[:, None]
+    kept = ranked * keep
+    before = kept.cumsum(-1) - kept
+    keep &= (before < reach * kept.sum(-1, keepdim=True)) & (ranked >= min_p * ranked[:, :1])
+    keep[:, 0] = True
+    return torch.zeros_like(probs).scatter_(-1, order, ranked * keep)

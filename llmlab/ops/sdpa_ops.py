@@ -9,6 +9,11 @@ from llmlab.ops.torch_ops import Span, TorchOps
 
 
 class SdpaOps(TorchOps):
+    def __init__(self, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        super().__init__(device, dtype, kv_dtype)
+        # cuDNN builds a plan for every new shape, and decoding brings a new length each step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
     def _attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span
     ) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from analysis.load import Tables, plain
 from llmlab.bench.schema import TABLES
 
 Row = dict[str, Any]
@@ -273,6 +274,15 @@ def cpu_baseline(repeats: int = 3) -> Dataset:
 
 
 EVERYTHING = (batching, kv_layout, kernel_choice, quickstart, cpu_baseline)
+
+
+def as_tables(data: Dataset) -> Tables:
+    """As the loader gives them."""
+    return Tables(**{name: _arrow(name, data.get(name, [])).to_pandas() for name in TABLES})
+
+
+def _arrow(table: str, rows: Sequence[Row]) -> pa.Table:
+    return pa.Table.from_pylist(list(rows), schema=plain(TABLES[table]))
 
 
 def write_results(root: Path, *datasets: Dataset) -> Path:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakes import FakeClock, ScriptedBackend, StepBackend, requests
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmlab.backends.base import BenchRequest, TokenEvent
 from llmlab.bench.driver import DriverError, Recording, drive
+from tests.bench.fakes import FakeClock, ScriptedBackend, StepBackend, requests
 
 
 def _after(delay_s: float) -> ScriptedBackend:

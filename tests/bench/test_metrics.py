@@ -6,17 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import pytest
-from fakes import (
-    BLOCK_TOKENS,
-    KV_BYTES,
-    WEIGHTS_BYTES,
-    FakeClock,
-    Part,
-    ScriptedBackend,
-    StepBackend,
-    load_report,
-    requests,
-)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +17,17 @@ from llmlab.bench.schema import REQUESTS, RUNS
 from llmlab.bench.warmup import warm_up
 from llmlab.engine.records import StepRecord
 from llmlab.settings import SloSettings
+from tests.bench.fakes import (
+    BLOCK_TOKENS,
+    KV_BYTES,
+    WEIGHTS_BYTES,
+    FakeClock,
+    Part,
+    ScriptedBackend,
+    StepBackend,
+    load_report,
+    requests,
+)
 
 NO_SLO = SloSettings()
 
@@ -276,7 +276,7 @@ def test_warm_up_prompts_differ_from_the_measured_ones() -> None:
     work = [BenchRequest(i, [2 * i] * (i + 1), 1) for i in range(3)]
     warm_up(backend, work, count=2, max_batch=2, max_s=9.0, vocab_size=8, clock=backend._clock)
     measured = {tuple(r.prompt_ids) for r in work}
-    assert {len(r.prompt_ids) for r in sent} == {len(r.prompt_ids) for r in work}
+    assert {len(r.prompt_ids) for r in sent} == {1, 3}  # the shortest and the longest
     assert all(0 <= t < 8 for r in sent for t in r.prompt_ids)
     assert not {tuple(r.prompt_ids) for r in sent} & measured
 
