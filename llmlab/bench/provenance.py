@@ -90,8 +90,12 @@ def _content_hash(root: Path, files: Iterable[Path]) -> str:
 
 
 def git_facts(root: Path) -> dict[str, Any]:
-    """Commit and uncommitted changes of the code; all null outside a checkout."""
-    unknown: dict[str, Any] = {"git_sha": None, "git_dirty": None, "diff_hash": None}
+    """Commit and uncommitted changes of the code.
+
+    Of an exported tree (`git archive`) only the commit is known, of an installed copy nothing.
+    """
+    unknown: dict[str, Any] = dict.fromkeys(("git_dirty", "diff_hash"))
+    unknown["git_sha"] = exported_commit(root)
     # a package installed inside somebody else's checkout is not tracked by it
     if not _git(root, "ls-files", "llmlab/__init__.py"):
         return unknown
@@ -108,6 +112,15 @@ def git_facts(root: Path) -> dict[str, Any]:
         "git_dirty": dirty,
         "diff_hash": hashlib.sha256(changes).hexdigest()[:16] if dirty else None,
     }
+
+
+def exported_commit(root: Path) -> str | None:
+    """The commit that `git archive` wrote into llmlab/commit.txt; None where it did not."""
+    try:
+        text = (root / "llmlab" / "commit.txt").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return None if text.startswith("$") else text
 
 
 def _git(root: Path, *args: str) -> bytes | None:

@@ -67,6 +67,19 @@ def test_texts_and_caches_do_not(checkout: Path) -> None:
     assert provenance.git_facts(checkout)["git_dirty"] is False
 
 
+def test_an_exported_tree_names_its_commit(tmp_path: Path) -> None:
+    (tmp_path / "llmlab").mkdir()
+    written = tmp_path / "llmlab" / "commit.txt"
+    written.write_text("$Format:%H$\n")
+    assert provenance.git_facts(tmp_path)["git_sha"] is None
+    written.write_text("0123abcd\n")
+    assert provenance.git_facts(tmp_path) == {
+        "git_sha": "0123abcd",
+        "git_dirty": None,
+        "diff_hash": None,
+    }
+
+
 def test_without_git_or_inside_a_strangers_checkout_nothing_is_claimed(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
