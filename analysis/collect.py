@@ -40,9 +40,15 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("experiment", metavar="EXPERIMENT", help="as in +experiment=...")
-    p.add_argument("--results", type=Path, default=Path("outputs/results/v1"), metavar="FOLDER")
-    p.add_argument("--experiments", type=Path, default=Path("experiments"), metavar="FOLDER")
+    p.add_argument(
+        "experiment", metavar="EXPERIMENT", help="the name in its rows, as in +experiment=NAME"
+    )
+    for name, default, text in (
+        ("results", "outputs/results/v1", "rows that runs wrote"),
+        ("experiments", "experiments", "where evidence lies"),
+    ):
+        text = f"{text} (default: {default})"
+        p.add_argument(f"--{name}", type=Path, default=Path(default), metavar="FOLDER", help=text)
     p.add_argument("--samples", action="store_true", help="keep the power and memory samples, too")
     p.add_argument("--replace", action="store_true", help="drop the evidence that is there now")
     return p

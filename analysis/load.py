@@ -95,10 +95,18 @@ def read(paths: list[Path], table: str) -> tuple[pa.Table, list[str]]:
     The schema is explicit, so a file of an older version reads as null where it lacks a column.
     """
     schema = plain(TABLES[table])
-    parts, problems = [schema.empty_table()], []
+
+    def rows_of(files: list[Path]) -> pa.Table:
+        names = [str(file) for file in files]
+        return ds.dataset(names, schema=schema, format="parquet").to_table()
+
+    try:
+        return (rows_of(paths) if paths else schema.empty_table()), []
+    except (pa.ArrowException, OSError):  # one bad file spoils them all: look at each
+        parts, problems = [schema.empty_table()], []
     for path in paths:
         try:
-            parts.append(ds.dataset(str(path), schema=schema, format="parquet").to_table())
+            parts.append(rows_of([path]))
         except (pa.ArrowException, OSError) as error:
             problems.append(f"{path}: cannot be read ({str(error).splitlines()[0][:120]})")
     return pa.concat_tables(parts), problems
@@ -115,7 +123,10 @@ def plain(schema: pa.Schema) -> pa.Schema:
 def current(runs: pd.DataFrame) -> pd.DataFrame:
     """The rows that count: the last attempt of each run, of the newest code that ran its point."""
     runs = runs.sort_values("started_at", kind="stable", na_position="first")
-    runs = runs.drop_duplicates(["experiment", "run_key"], keep="last")
-    point = runs.groupby(["experiment", "point_id", "hw_key"], dropna=False)["code_hash"]
-    newest = point.transform(lambda codes: codes.iloc[-1])
+    # A run that failed before it had a key is nobody's earlier attempt.
+    key, point = (runs[name].fillna(runs["run_id"]) for name in ("run_key", "point_id"))
+    last = ~pd.DataFrame({"experiment": runs["experiment"], "key": key}).duplicated(keep="last")
+    runs, point = runs[last], point[last]
+    same = [runs["experiment"], point, runs["hw_key"]]
+    newest = runs["code_hash"].groupby(same, dropna=False).transform(lambda codes: codes.iloc[-1])
     return runs[runs["code_hash"].eq(newest) | newest.isna()]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from analysis import configs, html, sections, stats
@@ -25,7 +28,8 @@ one report.html that needs nothing but a browser.
 
 README sections are built from committed evidence alone. A section stands between
     <!-- llmlab:begin EXPERIMENT.PART -->  and  <!-- llmlab:end EXPERIMENT.PART -->
-where PART is one of: {parts}
+where PART is one of
+    {parts}
 (EXPERIMENT `all` takes the tables only). experiments/*/README.md may have sections, too.
 """
 _EXAMPLES = """\
@@ -41,15 +45,19 @@ examples:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m analysis.report",
-        description=_HELP.format(parts=", ".join(sections.PARTS)),
+        description=_HELP.format(parts="\n    ".join(textwrap.wrap(", ".join(sections.PARTS), 88))),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = p.add_argument
-    add("--results", type=Path, default=Path("outputs/results/v1"), metavar="FOLDER")
-    add("--experiments", type=Path, default=Path("experiments"), metavar="FOLDER")
-    add("--out", type=Path, default=Path("outputs/report"), metavar="FOLDER")
-    add("--readme", type=Path, default=Path("README.md"), metavar="FILE")
+    for name, kind, default, text in (
+        ("results", "FOLDER", "outputs/results/v1", "rows that runs wrote"),
+        ("experiments", "FOLDER", "experiments", "committed evidence"),
+        ("out", "FOLDER", "outputs/report", "where figures and report.html go"),
+        ("readme", "FILE", "README.md", "the page whose sections are kept"),
+    ):
+        text = f"{text} (default: {default})"
+        add(f"--{name}", type=Path, default=Path(default), metavar=kind, help=text)
     add("--experiment", action="append", default=[], metavar="NAME", help="draw only this one")
     add("--check", action="store_true", help="compare README and evidence; write nothing")
     return p
@@ -59,16 +67,17 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 fine; 1 no rows, or the README disagrees; 2 bad arguments."""
     args = parser().parse_args(argv)
     console = Console(soft_wrap=True, highlight=False)
+    evidence = load(None, args.experiments)
     try:
-        pages = readme_pages(args.readme, args.experiments)
+        pages = readme_pages(args.readme, evidence, args.experiments)
     except sections.SectionError as error:
         print(f"analysis.report: {error}", file=sys.stderr)
         return 1
     if args.check:
-        return _check(args.readme, pages)
+        return _check(args.readme, pages, evidence.problems)
     tables = load(args.results, args.experiments, args.experiment)
     for problem in tables.problems:
-        console.print(f"[yellow]{problem}[/]")
+        console.print(f"[yellow]{escape(problem)}[/]")
     if tables.runs.empty:
         wanted = f" of {', '.join(args.experiment)}" if args.experiment else ""
         console.print(
@@ -78,25 +87,28 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     chapters = [_chapter(name, tables, args.out) for name in sorted(set(tables.runs["experiment"]))]
     path = args.out / "report.html"
+    args.out.mkdir(parents=True, exist_ok=True)
     path.write_text(html.page(chapters, tables.runs, notes(tables, chapters)), encoding="utf-8")
     _summary(console, tables, chapters)
     for page in pages:
         for written in sections.update(page):
-            console.print(f"updated {written}")
-    console.print(f"figures under {args.out}, report in [bold]{path}[/]")
+            console.print(f"updated {escape(str(written))}")
+    where = escape(str(args.out))
+    console.print(f"figures under {where}, report in [bold]{escape(str(path))}[/]")
     return 0
 
 
-def readme_pages(readme: Path, experiments: Path) -> list[sections.Page]:
+def readme_pages(readme: Path, evidence: Tables, experiments: Path) -> list[sections.Page]:
     """The README and the notebooks, rebuilt from committed evidence. Raises SectionError."""
     paths = [readme, *sorted(experiments.glob("*/README.md"))]
-    evidence = load(None, experiments)
     return [sections.build_page(p, evidence, experiments) for p in paths if p.is_file()]
 
 
-def _check(readme: Path, pages: list[sections.Page]) -> int:
-    if not readme.is_file():
-        print(f"{readme}: no such file", file=sys.stderr)
+def _check(readme: Path, pages: list[sections.Page], problems: Sequence[str]) -> int:
+    """Print what disagrees; 1 if anything does."""
+    for problem in problems if readme.is_file() else [f"{readme}: no such file", *problems]:
+        print(problem, file=sys.stderr)
+    if problems or not readme.is_file():
         return 1
     found = [text for page in pages for text in sections.check(page)]
     if found:

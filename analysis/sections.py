@@ -143,7 +143,7 @@ def table_text(part: str, make: Callable[[Tables], pd.DataFrame], rows: Tables) 
     text = str(table.map(_plain).to_markdown(index=False, disable_numparse=True))
     notes = [configs.provenance(rows.runs)]
     if "[" in text:
-        notes.insert(0, f"[95 % interval]: {stats.METHOD.removeprefix('bars: 95 % ')}")
+        notes.insert(0, f"In brackets: {stats.METHOD}")
     if "†" in text:
         notes.insert(0, "† no valid run")
     return f"{text}\n\n*{_plain('. '.join(notes))}.*"

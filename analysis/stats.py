@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 LEVEL = 0.95
-METHOD = "bars: 95 % Student t on the logs of run values"
+METHOD = "95 % Student t interval on the logs of run values"
 
 
 @dataclass(frozen=True)

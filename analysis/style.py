@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 COLUMN_IN, WIDE_IN = 3.35, 6.9  # one and two columns of a paper
-INK, GREY, FAINT = "#222222", "#6b6b6b", "#b8b8b8"
+INK, GREY = "#222222", "#6b6b6b"
 FONT_PT = 8.0
 
 _RC: dict[Any, Any] = {
@@ -30,9 +30,6 @@ _RC: dict[Any, Any] = {
     "savefig.facecolor": "white",
     "font.family": "DejaVu Sans",  # shipped with matplotlib: the same on every machine
     "font.size": FONT_PT,
-    "axes.titlesize": FONT_PT,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
     "axes.labelsize": FONT_PT,
     "axes.edgecolor": GREY,
     "axes.labelcolor": INK,

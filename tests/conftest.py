@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import pytest
 
 from llmlab.settings import embedded_folder
 
+# Tiny matrices run fastest on one thread. NumPy reads this when it is first imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def few_threads() -> None:
-    """Tiny matrices run fastest on one thread. Tests that never import torch stay without it."""
+    """The same for torch, where a test has imported it."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)

@@ -26,7 +26,7 @@ def prepare(tables: Tables) -> Prepared | NoData:
         return NoData("no run finished")
     note = "Bars from 0; hatched: no valid run"
     if data["n"].max() > 1:
-        note += f"; {stats.METHOD}, up to {data['n'].max()} runs a bar"
+        note += f"; whiskers: {stats.METHOD}, up to {data['n'].max()} runs a bar"
     return Prepared(data, runs, note)
 
 

@@ -23,7 +23,8 @@ _POINTS = 256
 
 def prepare(tables: Tables) -> Prepared | NoData:
     """Points of each curve: per config pooled (`run` empty) and, with repeats, per run."""
-    runs = at_one_point(stats.believed(tables.runs))
+    points = tables.runs.groupby(["point_id", "hw_key"], dropna=False)
+    runs = at_one_point(pd.concat([stats.believed(point) for _, point in points]))
     asked = tables.requests[tables.requests["in_window"] != False]  # noqa: E712
     asked = asked[asked["run_id"].isin(runs["run_id"])]
     if asked.empty:
@@ -36,11 +37,10 @@ def prepare(tables: Tables) -> Prepared | NoData:
         parts = [("", rows)]
         if len(mine) > 1:
             parts += [(str(run), part) for run, part in rows.groupby("run_id")]
+        valid = bool(stats.valid(mine).all())
         for metric, _, slo in PANELS:
-            for run, part in parts:
-                curve = _curve(part, metric)
-                curves.append(curve.assign(config=config, metric=metric, run=run))
-                curves[-1]["slo_s"] = limits[slo]
+            same = {"config": config, "metric": metric, "slo_s": limits[slo], "valid": valid}
+            curves += [_curve(part, metric).assign(run=run, **same) for run, part in parts]
     data = pd.concat(curves, ignore_index=True)
     if data.empty:
         return NoData("no request got a token")
@@ -97,14 +97,20 @@ def draw(data: pd.DataFrame) -> Figure:
         style.log_ticks(ax.xaxis, *ax.get_xlim())
     axes[0].set_ylabel("share of requests")
     axes[1].set_ylabel("share of gaps")
+    style.legend_on_top(fig, _legend(data, looks))
+    return fig
+
+
+def _legend(data: pd.DataFrame, looks: dict[str, style.Look]) -> list[Line2D]:
+    """Each config with its sample sizes."""
     sizes = data[data["run"] == ""].groupby(["config", "metric"])["n"].first()
     handles = []
     for config, look in looks.items():
         n = [f"{sizes.get((config, metric), 0):,}" for metric, _, _ in PANELS]
-        text = f"{config}  n={n[0]} requests, {n[1]} gaps"
+        doubt = "" if data.loc[data["config"] == config, "valid"].all() else " (invalid)"
+        text = f"{config}{doubt}  n={n[0]} requests, {n[1]} gaps"
         handles.append(Line2D([], [], color=look.color, linestyle=look.dash, lw=1.8, label=text))
-    style.legend_on_top(fig, handles)
-    return fig
+    return handles
 
 
 def _panel(ax: Axes, data: pd.DataFrame, metric: str, looks: dict[str, style.Look]) -> None:

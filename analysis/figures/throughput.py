@@ -19,9 +19,8 @@ X, Y, BOUND = "max_batch", "output_tok_per_s", "bound_tok_per_s"
 
 def prepare(tables: Tables) -> Prepared | NoData:
     """One row per point (`kind` point), per invalid repeat and per failed run."""
-    runs = tables.runs
-    runs = with_config(runs, X)
-    if runs.groupby("config")[X].nunique().max() < 2:
+    runs = with_config(tables.runs.dropna(subset=[X]), X)
+    if runs.empty or runs.groupby("config")[X].nunique().max() < 2:
         return NoData(f"needs runs of one config at two or more values of {X}")
     points = stats.summarise(runs, ["config", X], [Y, BOUND]).dropna(subset=[Y])
     if points.empty:
@@ -39,7 +38,7 @@ def prepare(tables: Tables) -> Prepared | NoData:
 def _note(data: pd.DataFrame) -> str:
     parts = ["Output tokens in the window over the window"]
     if data[f"{Y}_low"].notna().any():
-        parts.append(f"{stats.METHOD}, up to {data['n'].max():.0f} runs a point")
+        parts.append(f"whiskers: {stats.METHOD}, up to {data['n'].max():.0f} runs a point")
     if data[BOUND].notna().any():
         parts.append("dotted: what the measured memory bandwidth allows in decode")
     if (~data["valid"].astype(bool)).any():

@@ -148,6 +148,22 @@ def test_ecdf_reads_right_at_every_kept_point() -> None:
         assert (gaps <= np.float32(at)).mean() == pytest.approx(share, abs=2e-3)
 
 
+def test_a_config_without_a_valid_run_is_drawn_and_says_so() -> None:
+    source = rows.batching(2, (1, 2))
+    for row in source["runs"]:
+        if row["batching"] == "static":
+            row["valid"] = False
+    ready = prepared(latency.SPEC, source)
+    assert ready.data.groupby("config")["valid"].all().to_dict() == {
+        "continuous max_batch=1": True,
+        "continuous max_batch=2": True,
+        "static max_batch=1": False,
+    }
+    legend = render(latency.SPEC, ready).legends[0]
+    doubted = [t.get_text() for t in legend.get_texts() if "(invalid)" in t.get_text()]
+    assert [text.split()[0] for text in doubted] == ["static"]
+
+
 def test_largest_batch_follows_from_capacity_and_tokens_held() -> None:
     data = prepared(memory.SPEC, rows.kv_layout()).data.set_index(["config", "max_seq_tokens"])
     assert data.loc[("contiguous", 1024), "largest_batch"] == 32768 // 1024

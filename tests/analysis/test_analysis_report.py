@@ -79,6 +79,15 @@ def test_the_last_attempt_and_the_newest_code_count(place: Place) -> None:
     assert load(place.results, None).runs["run_id"].tolist() == ["newer"]
 
 
+def test_runs_that_failed_before_they_had_a_key_are_all_kept(place: Place) -> None:
+    early = [
+        rows.run_row("kernel_choice", i, status="crash", run_key=None, point_id=None, hw_key=None)
+        for i in range(3)
+    ]
+    rows.write_results(place.results, {"runs": early})
+    assert len(load(place.results, None).runs) == 3
+
+
 def test_files_of_other_versions_read_as_null(place: Place) -> None:
     row = rows.run_row("kernel_choice", 0)
     columns = [n for n in TABLES["runs"].names if n not in ("mbu_ratio", "max_batch")]
@@ -309,6 +318,23 @@ def test_no_figure_of_rows_that_are_gone_stays(place: Place) -> None:
         path.unlink()
     assert place.report() == 0
     assert not list(place.out.glob("kernel_choice/kernel_choice.*"))
+
+
+def test_failed_runs_alone_make_a_report(place: Place) -> None:
+    lost = rows.run_row("kernel_choice", 0, status="oom_host", valid=None, error_msg="too big")
+    rows.write_results(place.results, {"runs": [lost]})
+    assert place.report() == 0
+    assert "too big" in (place.out / "report.html").read_text()
+
+
+def test_check_names_evidence_that_cannot_be_read(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows.write_evidence(place.experiments, rows.kernel_choice(1))
+    (place.experiments / "kernel_choice" / "steps.parquet").write_bytes(b"cut")
+    place.readme.write_text("no sections")
+    assert place.report("--check") == 1
+    assert "steps.parquet: cannot be read" in capsys.readouterr().err
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

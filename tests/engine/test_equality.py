@@ -170,20 +170,24 @@ def test_any_engine_gives_any_workload_the_same_tokens(
     assert serve(engine, requests).tokens == answers
 
 
+LONG = {"max_seq_tokens": CONTEXT, "chunk_tokens": 256}
+
+
 def long_requests() -> list[Request]:
-    """100 requests, prompts of 8 to 2048 tokens (both among them), outputs of 1 to 24."""
+    """100 requests: prompts of 8 to 2048 tokens (both among them), outputs of 1 to 24 or of 120."""
     rng = np.random.default_rng(3)
     lengths = [8, 2048, *np.exp(rng.uniform(np.log(8), np.log(2048), 98)).astype(int).tolist()]
-    return [(prompt(n, i), greedy(int(rng.integers(1, 25)))) for i, n in enumerate(lengths)]
+    lengths = [min(n, 1900) if i % 10 == 9 else n for i, n in enumerate(lengths)]
+    outputs = [120 if i % 10 == 9 else int(rng.integers(1, 25)) for i in range(100)]
+    return [
+        (prompt(n, i), greedy(m)) for i, (n, m) in enumerate(zip(lengths, outputs, strict=True))
+    ]
 
 
 @cache
 def long_answers() -> list[list[int]]:
     engine = model_engine(layout=KvLayout.contiguous, capacity_tokens=CONTEXT, **LONG)
     return one_by_one(engine, long_requests()).tokens
-
-
-LONG = {"max_seq_tokens": CONTEXT, "chunk_tokens": 256}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -197,7 +201,7 @@ def test_100_requests_of_8_to_2048_tokens(layout: KvLayout, policy: BatchingPoli
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_100_requests_in_a_pool_too_small_for_the_batch(policy: BatchingPolicy) -> None:
-    engine = model_engine(policy=policy, capacity_tokens=2176, block_tokens=2, **LONG)
+    engine = model_engine(policy=policy, capacity_tokens=2080, block_tokens=2, **LONG)
     served = serve(engine, long_requests())
     assert served.preemptions > 0
     assert served.tokens == long_answers()
