@@ -262,7 +262,7 @@ def write_checkpoint(
         save_file(tensors, folder / checkpoint.SINGLE)
         return tensors
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]

@@ -84,7 +84,7 @@ class LlmlabBackend(Backend):
                 device=device,
                 context_tokens=max_seq,
                 vocab_size=config.vocab,
-                n_params=model.weights_bytes // dtype.itemsize,
+                n_params=config.n_params,
                 n_layers=config.layers,
                 n_heads=config.heads,
                 n_kv_heads=config.kv_heads,

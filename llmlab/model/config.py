@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,17 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: bool = False
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """Fields that a config.json may leave out, as Transformers fills them in for this family."""
 
 
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(sliding_window=True),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
+    "mistral": Family(
+        sliding_window=True, defaults={"sliding_window": 4096, "num_key_value_heads": 8}
+    ),
+    "qwen2": Family(qkv_bias=True, defaults={"num_key_value_heads": 32}),
+    "qwen3": Family(qk_norm=True, defaults={"num_key_value_heads": 32, "head_dim": 128}),
 }
 
 
@@ -101,6 +106,7 @@ def from_hf(raw: dict[str, Any]) -> ModelConfig:
     if family is None:
         allowed = ", ".join(FAMILIES)
         raise ModelConfigError(f"model_type={name}: not supported (allowed: {allowed})")
+    raw = {**family.defaults, **raw}
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelConfigError(f"hidden_act={activation}: not supported (allowed: silu)")

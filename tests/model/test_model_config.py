@@ -122,3 +122,29 @@ def test_every_model_config_has_the_published_number_of_parameters(name: str) ->
     repeated = config.layers * (config.heads + config.kv_heads - 2) * config.head_dim
     placed = sum(place.numel() for place in made.places.values())
     assert placed - config.qk_norm * repeated == config.n_params
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("mistral", "window", 4096),
+        ("mistral", "kv_heads", 8),
+        ("qwen2", "kv_heads", 32),
+        ("qwen3", "head_dim", 128),
+        ("llama", "kv_heads", 32),
+    ],
+)
+def test_a_field_left_out_is_what_transformers_makes_of_it(
+    family: str, field: str, value: int
+) -> None:
+    raw = {
+        "model_type": family,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "vocab_size": 300,
+        "max_position_embeddings": 8192,
+    }
+    assert getattr(from_hf(raw), field) == value
+    assert from_hf(raw | {"sliding_window": None}).window is None
