@@ -14,7 +14,7 @@ import torch
 from llmlab import ops
 from llmlab.engine.engine import Engine
 from llmlab.engine.records import StepRecord
-from llmlab.engine.request import Finish, SamplingParams
+from llmlab.engine.request import Finish, Output, SamplingParams
 from llmlab.engine.runner import Runner, build_batch, sampling_rows
 from llmlab.engine.scheduler import Scheduled
 from llmlab.kv.layouts import Geometry, geometry
@@ -236,6 +236,13 @@ class Served:
 Request = tuple[Sequence[int], SamplingParams]
 
 
+def step(engine: Engine) -> list[Output]:
+    """One step, which must do something: an engine that is stuck fails its test, not hangs it."""
+    outputs = engine.step()
+    assert outputs or engine.last_step is not None, "work to do, and nothing done"
+    return outputs
+
+
 def serve(
     engine: Engine, requests: Iterable[Request], after_step: Callable[[], None] = lambda: None
 ) -> Served:
@@ -248,7 +255,7 @@ def serve(
         sequences[request_id] = engine.sequences[request_id]
     steps = []
     while engine.has_work:
-        for output in engine.step():
+        for output in step(engine):
             answer = answers[output.request_id]
             assert answer.finish is None, "an output after the end"
             answer.tokens += output.tokens

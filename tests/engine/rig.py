@@ -95,7 +95,9 @@ class Rig:
             self._take(output, fails)
         record = self.engine.last_step
         assert (record is not None) == (had_work and not fails)
-        self.preemptions += record.preemptions if record is not None else 0
+        if record is not None:
+            self.preemptions += record.preemptions
+            assert record.n_decode <= len(outputs), "a decode gives a token, a chunk may not"
 
     def abort(self, place: int) -> None:
         """Abort one of the live requests."""

@@ -8,7 +8,7 @@ import pytest
 
 from llmlab.engine.engine import Engine
 from llmlab.settings import BatchingPolicy
-from tests.engine.builders import greedy, hashed_answer, prompt, script_engine, serve
+from tests.engine.builders import greedy, hashed_answer, prompt, script_engine, serve, step
 
 POOL = 6
 NEIGHBOUR = (prompt(40, 1), greedy(40))
@@ -23,21 +23,21 @@ def queued(engine: Engine) -> int:
 def mid_prefill(engine: Engine) -> int:
     victim = engine.add_request(prompt(40, 2), greedy(40))
     while not 0 < engine.sequences[victim].computed < 40:
-        engine.step()
+        step(engine)
     return victim
 
 
 def decoding(engine: Engine) -> int:
     victim = engine.add_request(prompt(40, 2), greedy(40))
     while engine.sequences[victim].output_tokens < 3:
-        engine.step()
+        step(engine)
     return victim
 
 
 def preempted(engine: Engine) -> int:
     victim = engine.add_request(prompt(40, 2), greedy(40))
     while not engine.sequences[victim].preemptions:
-        engine.step()
+        step(engine)
     assert engine.sequences[victim] in engine.scheduler.waiting
     return victim
 
@@ -45,7 +45,7 @@ def preempted(engine: Engine) -> int:
 def recomputing(engine: Engine) -> int:
     victim = preempted(engine)
     while not engine.sequences[victim].computed:
-        engine.step()
+        step(engine)
     assert engine.sequences[victim].pending > 1
     return victim
 
@@ -64,7 +64,7 @@ def test_abort_frees_everything_at_once(state: Callable[[Engine], int]) -> None:
     for _ in range(2):
         engine.abort(victim)  # a second time, and later on: ignored
     while engine.has_work:
-        assert all(o.request_id != victim for o in engine.step())
+        assert all(o.request_id != victim for o in step(engine))
     assert sequence.tokens[40:] == hashed_answer(NEIGHBOUR[0], 40)
     assert engine.allocator.free_blocks == POOL
 
@@ -82,10 +82,10 @@ def test_an_aborted_batch_makes_room_for_the_next(policy: BatchingPolicy) -> Non
     engine = script_engine(POOL, 16, policy=policy, max_batch=2)
     running = [engine.add_request(prompt(20, i), greedy(30)) for i in range(2)]
     waiting = engine.add_request(prompt(90), greedy(2))
-    engine.step()
+    step(engine)
     for request_id in running:
         engine.abort(request_id)
-    outputs = [*engine.step(), *engine.step()]
+    outputs = [*step(engine), *step(engine)]
     assert [o.request_id for o in outputs] == [waiting, waiting]
     assert not engine.has_work
 

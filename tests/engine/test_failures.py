@@ -26,6 +26,7 @@ from tests.engine.builders import (
     random_model,
     script_engine,
     serve,
+    step,
 )
 
 
@@ -33,13 +34,13 @@ class InjectedFailure(RuntimeError):
     """Stands for whatever a forward pass may raise."""
 
 
-def failing_step(step: int) -> Callable[[list[Scheduled]], None]:
-    """Raises in the `step`-th call, counted from 0."""
-    calls = iter(range(step + 1))
+def failing_step(at: int) -> Callable[[list[Scheduled]], None]:
+    """Raises in the `at`-th call, counted from 0."""
+    calls = iter(range(at + 1))
 
     def before(parts: list[Scheduled]) -> None:
-        if next(calls, None) == step:
-            raise InjectedFailure(f"step {step}")
+        if next(calls, None) == at:
+            raise InjectedFailure(f"step {at}")
 
     return before
 
@@ -47,24 +48,24 @@ def failing_step(step: int) -> Callable[[list[Scheduled]], None]:
 def run_out(engine: Engine) -> list[Output]:
     outputs = []
     while engine.has_work:
-        outputs += engine.step()
+        outputs += step(engine)
     return outputs
 
 
-@pytest.mark.parametrize("step", [0, 1, 5])
-def test_a_failed_step_ends_its_three_requests_and_the_next_succeeds(step: int) -> None:
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_failed_step_ends_its_three_requests_and_the_next_succeeds(at: int) -> None:
     """Step 0 is the prefill, 1 and 5 are decodes; 50 times on the same engine."""
     engine = script_engine(16, 16)
     runner: Any = engine.runner
     for repeat in range(50):
-        runner.before = failing_step(step)
+        runner.before = failing_step(at)
         ids = {engine.add_request(prompt(20, i), greedy(9)) for i in range(3)}
         outputs = run_out(engine)
         ends = [o for o in outputs if o.finish is not None]
         assert {o.request_id for o in ends} == ids
         assert all(o.finish is Finish.error and o.tokens == () for o in ends)
         assert all(isinstance(o.error, InjectedFailure) for o in ends)
-        assert len(outputs) - len(ends) == 3 * step
+        assert len(outputs) - len(ends) == 3 * at
         assert engine.last_step is None
         assert engine.allocator.free_blocks == 16
         answer = hashed_answer(prompt(30, repeat), 5)
@@ -147,10 +148,10 @@ def test_a_request_of_nan_keys_never_reaches_its_neighbours(
 ) -> None:
     """NaN survives the mask of padded attention, so it must not be read at all.
 
-    The broken request takes the first block of the pool, where padding would point, while two
-    requests of unlike length decode; a later one decodes in the blocks it leaves.
+    The first request ends and leaves block 0 to the broken one, which reads its prompt in chunks
+    while two requests of unlike length decode; a later request decodes in the blocks it leaves.
     """
-    requests = [(prompt(n, n), greedy(m)) for n, m in ((3, 1), (20, 40), (60, 40), (5, 30))]
+    requests = [(prompt(n, n), greedy(m)) for n, m in ((3, 10), (20, 40), (50, 40), (5, 30))]
     answers = one_by_one(model_engine(kernel, layout, max_seq_tokens=128), requests).tokens
     used = {t for (p, _), a in zip(requests, answers, strict=True) for t in (*p, *a)}
     bad = next(token for token in range(VOCAB) if token not in used)

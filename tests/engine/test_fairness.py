@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmlab.settings import BatchingPolicy
-from tests.engine.builders import greedy, hashed_answer, prompt, script_engine, serve
+from tests.engine.builders import greedy, hashed_answer, prompt, script_engine, serve, step
 
 
 @pytest.mark.parametrize("policy", list(BatchingPolicy))
@@ -31,7 +31,7 @@ def test_a_stream_of_short_requests_never_overtakes_a_long_prompt(
     for _ in range(200):
         add_short()
         add_short()
-        engine.step()
+        step(engine)
         if long_id not in engine.sequences:
             break
     assert long.tokens[240:] == hashed_answer(prompt(240), 10)
@@ -46,7 +46,7 @@ def test_requests_start_in_the_order_of_arrival(policy: BatchingPolicy) -> None:
     ids = [engine.add_request(prompt(n, i), greedy(n)) for i, n in enumerate(lengths)]
     sequences = [engine.sequences[i] for i in ids]
     while engine.has_work:
-        engine.step()
+        step(engine)
     starts = [s.first_scheduled_s for s in sequences]
     assert starts == sorted(starts)
 
@@ -56,11 +56,11 @@ def test_a_long_prompt_never_stalls_a_decode(chunk_tokens: int) -> None:
     engine = script_engine(64, 16, max_batch=4, chunk_tokens=chunk_tokens)
     decoding = {engine.add_request(prompt(4, i), greedy(300)) for i in range(3)}
     while any(engine.sequences[i].output_tokens < 1 for i in decoding):
-        engine.step()
+        step(engine)
     long_id = engine.add_request(prompt(100), greedy(1))
     steps = 0
     while long_id in engine.sequences:
-        outputs = engine.step()
+        outputs = step(engine)
         assert decoding <= {o.request_id for o in outputs}
         steps += 1
     assert steps == -(-100 // (chunk_tokens - 3))

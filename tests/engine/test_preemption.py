@@ -19,6 +19,7 @@ from tests.engine.builders import (
     prompt,
     script_engine,
     serve,
+    step,
 )
 
 
@@ -79,12 +80,12 @@ def test_a_preempted_request_goes_before_those_that_never_ran() -> None:
     engine = script_engine(6, 16)
     first, second = (engine.add_request(*request) for request in two_of_40(greedy(40)))
     while not engine.sequences[second].preemptions:
-        engine.step()
+        step(engine)
     newcomer = engine.add_request(prompt(5), greedy(1))
     assert [s.request_id for s in engine.scheduler.waiting] == [second, newcomer]
     ended = []
     while engine.has_work:
-        ended += [o.request_id for o in engine.step() if o.finish is not None]
+        ended += [o.request_id for o in step(engine) if o.finish is not None]
     assert ended.index(first) < ended.index(newcomer)
 
 
@@ -95,7 +96,7 @@ def test_a_preempted_request_holds_nothing_and_the_oldest_is_never_preempted() -
     preemptions = 0
     while engine.has_work:
         oldest = min(engine.sequences.values(), key=lambda s: s.request_id)
-        engine.step()
+        step(engine)
         preemptions += engine.last_step.preemptions
         assert oldest.preemptions == 0 or oldest.computed > 0
         for sequence in engine.scheduler.waiting:

@@ -63,12 +63,17 @@ def test_tokens_of_all_steps_add_up(
     assert times == sorted(set(times))
 
 
-def test_recomputed_tokens_are_prefill_even_when_a_chunk_has_one() -> None:
-    """One token of budget is left beside the elder's decode: the recomputation goes in ones."""
-    engine = script_engine(6, 16, max_batch=2, chunk_tokens=2)
-    served = serve(engine, [(prompt(20, i), greedy(60)) for i in range(2)])
-    assert served.preemptions > 0
-    assert sum(s.n_decode for s in served.steps) == 2 * 59
+def test_recomputed_tokens_are_no_decodes_even_one_by_one() -> None:
+    """The second request is preempted, then recomputed beside one that decodes from its start.
+
+    That leaves one token of the budget for the recomputation in each step.
+    """
+    static = BatchingPolicy.static
+    engine = script_engine(6, 16, policy=static, max_batch=2, chunk_tokens=2)
+    shapes = ((20, 60), (20, 60), (1, 10))
+    served = serve(engine, [(prompt(n, i), greedy(m)) for i, (n, m) in enumerate(shapes)])
+    assert [a.preemptions for a in served.answers] == [0, 1, 0]
+    assert sum(s.n_decode for s in served.steps) == sum(m - 1 for _, m in shapes)
 
 
 def test_queue_and_context_are_counted() -> None:
