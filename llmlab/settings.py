@@ -269,6 +269,10 @@ class Settings:
     resume: Resume = Resume.strict
 
 
+class ConfigError(ValueError):
+    """The settings cannot be run, found out only while loading. Its text is one clear line."""
+
+
 # ---------------------------------------------------------------------------------------------
 # Plain data in and out
 

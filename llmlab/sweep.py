@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmlab.backends.base import ConfigError
 from llmlab.bench import probes, provenance, results, workloads
 from llmlab.bench.results import Row
 from llmlab.bench.supervisor import BlockContext, Progress, run_one
@@ -16,7 +15,15 @@ from llmlab.compose import Point
 from llmlab.model.config import ModelConfig, ModelConfigError, from_hf, read_config
 from llmlab.model.folder import local_folder
 from llmlab.model.rope import RopeError
-from llmlab.settings import Backend, KvLayout, Problem, Settings, WorkloadKind, validate
+from llmlab.settings import (
+    Backend,
+    ConfigError,
+    KvLayout,
+    Problem,
+    Settings,
+    WorkloadKind,
+    validate,
+)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from llmlab.backends.base import ConfigError
 from llmlab.bench import datasets, workloads
 from llmlab.bench.datasets import CATALOGUE, DataFile, Dataset
 from llmlab.data import find, main
-from llmlab.settings import Arrival, Settings, WorkloadKind, WorkloadSettings, validate
+from llmlab.settings import Arrival, ConfigError, Settings, WorkloadKind, WorkloadSettings, validate
 
 TRACE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,2\n"
 TABLE = b"the same in another form"

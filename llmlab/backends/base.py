@@ -79,10 +79,6 @@ class LoadReport:
     warnings: list[str] = field(default_factory=list)
 
 
-class ConfigError(ValueError):
-    """The settings cannot be run, found out only while loading. Its text is one clear line."""
-
-
 class Unsupported(RuntimeError):
     """The backend, device or library cannot do this point. Its text is one clear line."""
 

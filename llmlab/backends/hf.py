@@ -18,19 +18,18 @@ import torch
 from llmlab.backends.base import (
     Backend,
     BenchRequest,
-    ConfigError,
     LoadReport,
     RequestStats,
     TokenEvent,
     Unsupported,
 )
-from llmlab.backends.device import NAMES, pick_device, synchronize, weight_dtype
+from llmlab.engine.device import NAMES, pick_device, synchronize, weight_dtype
 from llmlab.engine.records import StepRecord
 from llmlab.model.checkpoint import INIT_STD
 from llmlab.model.config import ModelConfigError, from_hf
 from llmlab.model.load import locate
 from llmlab.model.rope import RopeError
-from llmlab.settings import Settings, WeightsSource
+from llmlab.settings import ConfigError, Settings, WeightsSource
 
 
 class _Abort(Exception):

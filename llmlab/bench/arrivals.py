@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmlab.backends.base import ConfigError
-from llmlab.settings import Arrival
+from llmlab.settings import Arrival, ConfigError
 
 Times = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmlab.backends.base import ConfigError
+from llmlab.settings import ConfigError
 
 PREFIX = "data:"
 

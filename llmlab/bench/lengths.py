@@ -13,8 +13,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from llmlab.backends.base import ConfigError
-from llmlab.settings import Overlong
+from llmlab.settings import ConfigError, Overlong
 
 Ints = NDArray[np.int64]
 

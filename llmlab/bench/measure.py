@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmlab.backends.base import Backend, ConfigError, LoadReport
+from llmlab.backends.base import Backend, LoadReport
 from llmlab.bench import rows, validity
 from llmlab.bench.clock import SystemClock
 from llmlab.bench.driver import Recording, drive
@@ -18,7 +18,7 @@ from llmlab.bench.metrics import Observed
 from llmlab.bench.results import results_root, write_rows
 from llmlab.bench.warmup import WarmUp, warm_up
 from llmlab.bench.workloads import Workload, build
-from llmlab.settings import Settings, validate
+from llmlab.settings import ConfigError, Settings, validate
 
 Factory = Callable[[Settings, Callable[[], float]], Backend]
 """Makes the backend from the settings and the run's clock."""

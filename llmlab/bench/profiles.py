@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmlab.backends.base import ConfigError
 from llmlab.bench.lengths import Lengths
-from llmlab.settings import ASSETS
+from llmlab.settings import ASSETS, ConfigError
 
 FOLDER = ASSETS / "profiles"
 

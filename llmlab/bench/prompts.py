@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmlab.backends.base import ConfigError
 from llmlab.bench.lengths import Ints, Lengths
 from llmlab.bench.traces import HASH_BLOCK_TOKENS, json_lines
+from llmlab.settings import ConfigError
 
 Ids = tuple[int, ...]
 

@@ -26,8 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from llmlab.backends.base import ConfigError
 from llmlab.bench.lengths import Ints, Lengths
+from llmlab.settings import ConfigError
 
 HASH_BLOCK_TOKENS = 512
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmlab.backends.base import ConfigError, NumericsError, Unsupported
+from llmlab.backends.base import NumericsError, Unsupported
 from llmlab.bench.measure import Factory, Run
-from llmlab.settings import from_dict
+from llmlab.settings import ConfigError, from_dict
 
 DEFAULT_FACTORY = "llmlab.backends:make"
 EXIT_CODES = {

@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from llmlab.backends.base import BenchRequest, ConfigError
+from llmlab.backends.base import BenchRequest
 from llmlab.bench import arrivals, datasets, lengths, profiles, prompts, traces
 from llmlab.bench.lengths import Lengths
 from llmlab.bench.prompts import Ids, RandomIds, Stream
-from llmlab.settings import Arrival, Overlong, Problem, WorkloadKind, WorkloadSettings
+from llmlab.settings import Arrival, ConfigError, Overlong, Problem, WorkloadKind, WorkloadSettings
 
 T = TypeVar("T")
 

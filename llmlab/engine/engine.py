@@ -53,7 +53,7 @@ class Engine:
         Raises BadRequest for values out of range and for requests that could never run: prompt
         plus max_tokens beyond `max_seq_tokens`, or more cache than the whole pool has.
         """
-        params.check()
+        params.check(self.runner.model.config.vocab)
         self._check_fits(prompt_ids, params.max_tokens)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = params.seed if params.seed is not None else secrets.randbits(63)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,9 +18,18 @@ class BadRequest(ValueError):
 class SamplingParams:
     """How output tokens are chosen and when they end.
 
-    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch their filter off. Filters
-    apply in this order. `seed` None draws one. `ignore_eos` ignores the model's end ids, not
-    `stop_token_ids`.
+    The order: logits are edited (repetition, presence and frequency penalty, then logit_bias, then
+    end ids banned until `min_tokens`), then temperature, top_k, top_p, min_p, then one draw.
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch their filter off.
+    repetition_penalty divides positive and multiplies negative logits of every token seen in
+    prompt or output (Keskar et al. 2019, arXiv:1909.05858); presence_penalty is subtracted once
+    and frequency_penalty once per occurrence, both for output tokens alone (OpenAI's definition).
+    `seed` None draws one. `ignore_eos` ignores the model's end ids, not `stop_token_ids`.
+    `stop` strings end the text before their first occurrence; they need a tokenizer. `n` asks for
+    that many answers, seeded seed, seed + 1, ... `logprobs` k reports, for each output token, its
+    log-probability and the k best, under the model's own distribution, before any edit;
+    `prompt_logprobs` the same for each prompt token but the first.
     """
 
     max_tokens: int = 16
@@ -27,23 +37,71 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
-    def check(self) -> None:
-        """Raises BadRequest for a value out of range."""
-        rules = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more, finite"),
-            ("top_k", self.top_k >= -1, "-1 or more"),
-            ("top_p", 0 <= self.top_p <= 1, "from 0 to 1"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
-        )
-        for name, good, allowed in rules:
+    def check(self, vocab: int) -> None:
+        """Raises BadRequest for a value out of range for a model with `vocab` token ids."""
+        for name, good, allowed in self._rules(vocab):
             if not good:
-                raise BadRequest(f"{name}={getattr(self, name)}: must be {allowed}")
+                raise BadRequest(f"{name}={getattr(self, name)!r}: must be {allowed}")
+
+    def _rules(self, vocab: int) -> tuple[tuple[str, bool, str], ...]:
+        def finite(value: float, low: float, high: float) -> bool:
+            return math.isfinite(value) and low <= value <= high
+
+        ids = f"token ids from 0 to {vocab - 1}"
+        biases = self.logit_bias
+        return (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", finite(self.temperature, 0, math.inf), "0 or more, finite"),
+            ("top_k", self.top_k >= -1, "-1 or more"),
+            ("top_p", finite(self.top_p, 0, 1), "from 0 to 1"),
+            ("min_p", finite(self.min_p, 0, 1), "from 0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "over 0, finite"),
+            ("presence_penalty", finite(self.presence_penalty, -2, 2), "from -2 to 2"),
+            ("frequency_penalty", finite(self.frequency_penalty, -2, 2), "from -2 to 2"),
+            ("logit_bias", all(0 <= i < vocab for i in biases), f"keyed by {ids}"),
+            ("logit_bias", all(finite(b, -100, 100) for b in biases.values()), "from -100 to 100"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
+            ("stop_token_ids", all(0 <= i < vocab for i in self.stop_token_ids), ids),
+            ("stop", all(self.stop), "non-empty strings"),
+            ("n", self.n >= 1, "at least 1"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= vocab, f"0 to {vocab}"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= vocab,
+                f"0 to {vocab}",
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of one token, and its rank among all (1 is the most probable)."""
+
+    token: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What the model thought at one position: the chosen (or given) token, and the best ones."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
 
 
 class Finish(Enum):
@@ -92,9 +150,15 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Output:
-    """What a step did for one request: a token, an end, or both."""
+    """What a step did for one request: a token, an end, or both.
+
+    `logprobs` has one entry per token where the request asked for them; `prompt_logprobs` comes
+    once, with the first token: one entry per prompt token after the first.
+    """
 
     request_id: int
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None
     error: Exception | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from llmlab.backends.base import (
     Backend,
     BenchRequest,
-    ConfigError,
     LoadReport,
     NumericsError,
     RequestStats,
@@ -19,7 +18,7 @@ from llmlab.backends.base import (
 )
 from llmlab.bench.clock import Clock, SystemClock
 from llmlab.engine.records import StepRecord
-from llmlab.settings import Settings
+from llmlab.settings import ConfigError, Settings
 
 WEIGHTS_BYTES, KV_BYTES, BLOCK_TOKENS = 1000, 10, 4
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmlab.backends.base import ConfigError
 from llmlab.bench import arrivals
-from llmlab.settings import Arrival
+from llmlab.settings import Arrival, ConfigError
 
 rates = st.floats(0.01, 1000.0)
 cvs = st.floats(0.05, 3.0)

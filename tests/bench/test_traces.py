@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmlab.backends.base import ConfigError
 from llmlab.bench.traces import read_trace
 from llmlab.bench.workloads import build
-from llmlab.settings import Arrival, Overlong, WorkloadKind, WorkloadSettings
+from llmlab.settings import Arrival, ConfigError, Overlong, WorkloadKind, WorkloadSettings
 
 CONTEXT, VOCAB = 4096, 1000
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llmlab.backends.base import ConfigError
 from llmlab.bench import profiles, workloads
 from llmlab.bench.lengths import Lengths, fit
 from llmlab.bench.workloads import Workload, build
 from llmlab.settings import (
     Arrival,
+    ConfigError,
     Overlong,
     Problem,
     Settings,

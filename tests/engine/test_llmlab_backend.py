@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from llmlab.backends.base import BenchRequest, ConfigError, NumericsError, TokenEvent
+from llmlab.backends.base import BenchRequest, NumericsError, TokenEvent
 from llmlab.backends.llmlab import LlmlabBackend
 from llmlab.settings import (
     BatchingPolicy,
     BatchingSettings,
+    ConfigError,
     DecodingSettings,
     DeviceKind,
     DeviceSettings,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from llmlab.backends.base import ConfigError
-from llmlab.settings import DeviceKind, Kernel, KvDtype, Precision, Settings
+from llmlab.settings import ConfigError, DeviceKind, Kernel, KvDtype, Precision, Settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
