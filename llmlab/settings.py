@@ -149,7 +149,10 @@ class PrecisionSettings:
 
 @dataclass
 class KvSettings:
-    """The KV pool. `capacity_tokens` null: as many as fit, at most what a full batch needs."""
+    """The KV pool. `capacity_tokens` null: as many as fit, at most what a full batch needs.
+
+    `prefix_cache` keeps the blocks of ended requests for prompts that begin alike; paged only.
+    """
 
     layout: KvLayout = KvLayout.paged
     block_tokens: int = 16
@@ -157,6 +160,7 @@ class KvSettings:
     max_seq_tokens: int | None = None
     capacity_tokens: int | None = None
     memory_ratio: float = 0.8
+    prefix_cache: bool = False
 
 
 @dataclass
@@ -183,6 +187,9 @@ class DecodingSettings:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     ignore_eos: bool = True
 
 
@@ -370,6 +377,9 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("decoding.top_k", -1, 2**31 - 1, False),
     ("decoding.top_p", 0.0, 1.0, False),
     ("decoding.min_p", 0.0, 1.0, False),
+    ("decoding.repetition_penalty", 1e-6, 1e6, False),
+    ("decoding.presence_penalty", -2.0, 2.0, False),
+    ("decoding.frequency_penalty", -2.0, 2.0, False),
     ("workload.n_requests", 1, 10_000_000, True),
     ("workload.prompt_tokens", 1, 10_000_000, True),
     ("workload.output_tokens", 1, 10_000_000, True),
@@ -500,20 +510,22 @@ def _combinations(settings: Settings) -> list[Problem]:
                 "kv.block_tokens", block, "must be a power of two", "allowed: 1, 2, 4, 8, 16, ..."
             )
         )
+    if settings.kv.prefix_cache and settings.kv.layout is not KvLayout.paged:
+        message = f"needs kv.layout=paged, not {settings.kv.layout.name}"
+        problems.append(Problem("kv.prefix_cache", True, message, "allowed here: false"))
     batching = settings.batching
     if batching.chunk_tokens < batching.max_batch:
         message = "must be at least batching.max_batch, since every sequence decodes in each step"
         hint = f"batching.max_batch={batching.max_batch}"
         problems.append(Problem("batching.chunk_tokens", batching.chunk_tokens, message, hint))
-    d = settings.decoding
-    if settings.backend.name is Backend.hf and (d.temperature, d.top_k, d.top_p, d.min_p) != (
-        0.0,
-        0,
-        1.0,
-        0.0,
-    ):
-        message = "backend=hf is measured greedy only"
-        problems.append(Problem("decoding.temperature", d.temperature, message, "allowed: 0"))
+    if settings.backend.name is Backend.hf:
+        greedy = DecodingSettings(ignore_eos=settings.decoding.ignore_eos)
+        for key, plain in vars(greedy).items():
+            value = getattr(settings.decoding, key)
+            if value != plain:
+                message = "backend=hf is measured greedy only, without filters or penalties"
+                hint = f"allowed: {plain}"
+                problems.append(Problem(f"decoding.{key}", value, message, hint))
     return problems
 
 

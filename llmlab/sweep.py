@@ -72,8 +72,8 @@ def _lengths(settings: Settings, config: ModelConfig) -> list[Problem]:
     context = config.context_tokens
     longest = settings.kv.max_seq_tokens
     if settings.backend.name is Backend.llmlab and longest is not None:
-        if longest > context:
-            hint = f"allowed: up to the model's context of {context}"
+        if longest > config.max_context_tokens:
+            hint = f"allowed: up to the model's context of {config.max_context_tokens}"
             return [Problem("kv.max_seq_tokens", longest, "longer than the context", hint)]
         context = longest
     capacity, contiguous = settings.kv.capacity_tokens, settings.kv.layout is KvLayout.contiguous

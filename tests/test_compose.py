@@ -140,6 +140,9 @@ def test_d30_numbers_stay_numbers(multirun: bool) -> None:
         ("decoding.temperature=-1", "decoding.temperature"),
         ("decoding.top_p=1.5", "decoding.top_p"),
         ("decoding.top_k=-2", "decoding.top_k"),
+        ("decoding.repetition_penalty=0", "decoding.repetition_penalty"),
+        ("decoding.presence_penalty=2.5", "decoding.presence_penalty"),
+        ("decoding.frequency_penalty=-2.5", "decoding.frequency_penalty"),
         ("seed=-1", "seed"),
         ("batching.max_batch=0", "batching.max_batch"),
         ("batching.chunk_tokens=4", "batching.chunk_tokens"),
@@ -157,6 +160,25 @@ def test_values_out_of_range_are_named(override: str, path: str) -> None:
     problems = validate(one(override))
     assert [p.path for p in problems] == [path]
     assert str(problems[0]).startswith(f"{path}=")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", 0.5),
+        ("top_k", 4),
+        ("top_p", 0.9),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.2),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+    ],
+)
+def test_the_hf_backend_is_measured_greedy_without_penalties(key: str, value: float) -> None:
+    assert validate(one("backend=hf", "decoding.ignore_eos=false")) == []
+    assert validate(one(f"decoding.{key}={value}")) == []
+    (problem,) = validate(one("backend=hf", f"decoding.{key}={value}"))
+    assert str(problem).startswith(f"decoding.{key}={value}: backend=hf is measured greedy only")
 
 
 def test_a_model_folder_without_config_is_named(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ class HfBackend(Backend):
                 "max_batch": "1",
                 "kv_layout": "dynamic",
                 "kv_block_tokens": "null",
+                "prefix_cache": "null",
                 "chunk_tokens": "null",
                 "max_seq_tokens": str(config.context_tokens),
             },

@@ -72,6 +72,9 @@ class LlmlabBackend(Backend):
             top_k=d.top_k,
             top_p=d.top_p,
             min_p=d.min_p,
+            repetition_penalty=d.repetition_penalty,
+            presence_penalty=d.presence_penalty,
+            frequency_penalty=d.frequency_penalty,
             seed=request.seed,
             ignore_eos=d.ignore_eos,
         )
@@ -111,13 +114,21 @@ class LlmlabBackend(Backend):
         sequence = self._sequences.get(index)
         if sequence is None:
             return RequestStats()
-        return RequestStats(sequence.first_scheduled_s, sequence.preemptions)
+        return RequestStats(
+            sequence.first_scheduled_s, sequence.preemptions, sequence.cached_tokens
+        )
 
     def drain_steps(self) -> list[StepRecord]:
         steps, self._steps = self._steps, []
         return steps
 
     def forget(self) -> None:
-        self._ids.clear()
-        self._sequences.clear()
+        """As the interface says; the prefix cache is emptied too, so that no window finds in it
+        what the warm-up before it has computed.
+        """
+        live = self.engine.sequences
+        self._ids = {number: index for number, index in self._ids.items() if number in live}
+        kept = self._sequences.items()
+        self._sequences = {index: s for index, s in kept if s.request_id in live}
         self._steps.clear()
+        self.engine.forget_prefixes()

@@ -246,6 +246,13 @@ def prompt_tokens(o: Observed) -> int:
     return sum(t.prompt_tokens for t in traces if t.event_t_s and o.inside(t.event_t_s[0]))
 
 
+def cached_tokens(o: Observed) -> int | None:
+    """Of `prompt_tokens`, those found in a prefix cache. None where no request knows."""
+    ended = [t for t in o.recording.traces if t.event_t_s and o.inside(t.event_t_s[0])]
+    known = [t.cached_tokens for t in ended if t.cached_tokens is not None]
+    return sum(known) if known else None
+
+
 def prefill_tok_per_s(o: Observed) -> float | None:
     """A mixed step's time is shared between its prompt tokens and its decodes, token by token."""
     carrying = [s for s in o.steps if s.n_prefill_tokens > 0]
@@ -347,6 +354,7 @@ RUN_METRICS: tuple[Metric[Observed], ...] = (
     Metric("measure_s", "w1 - w0", lambda o: o.window_s),
     Metric("output_tokens", "output tokens with t in the window", output_tokens),
     Metric("prompt_tokens", "prompt tokens of requests with t1 in the window", prompt_tokens),
+    Metric("cached_tokens", "of these, the tokens found in the prefix cache", cached_tokens),
     Metric(
         "output_tok_per_s",
         f"output tokens with t in the window / {_W}",

@@ -36,6 +36,7 @@ def config_columns(settings: Settings) -> Row:
         "kv_block_tokens": s.kv.block_tokens,
         "kv_capacity_tokens": s.kv.capacity_tokens,
         "max_seq_tokens": s.kv.max_seq_tokens,
+        "prefix_cache": s.kv.prefix_cache,
         "batching": s.batching.policy.name,
         "max_batch": s.batching.max_batch,
         "chunk_tokens": s.batching.chunk_tokens,

@@ -160,6 +160,11 @@ def output_short(row: Row, evidence: Evidence, settings: Settings) -> bool:
     return evidence.requests_short > 0
 
 
+def prefix_hit_when_off(row: Row, evidence: Evidence, settings: Settings) -> bool:
+    """Prompt tokens found in a prefix cache in a run that says it has none."""
+    return row.get("prefix_cache") is False and (row.get("cached_tokens") or 0) > 0
+
+
 RULES: tuple[Callable[[Row, Evidence, Settings], bool], ...] = (
     faster_than_roofline,
     little_law,
@@ -170,6 +175,7 @@ RULES: tuple[Callable[[Row, Evidence, Settings], bool], ...] = (
     dirty_tree,
     busy_host,
     output_short,
+    prefix_hit_when_off,
 )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from llmlab import ops
 from llmlab.engine.device import (
+    NAMES,
     free_bytes,
     kv_dtype,
     pick_device,
@@ -21,6 +22,7 @@ from llmlab.engine.engine import Engine
 from llmlab.engine.runner import Runner
 from llmlab.kv.layouts import Geometry, geometry
 from llmlab.kv.pool import KvPool
+from llmlab.kv.prefix import Root
 from llmlab.model.checkpoint import CheckpointError
 from llmlab.model.config import ModelConfig, ModelConfigError
 from llmlab.model.load import load_config, load_model, locate
@@ -71,7 +73,9 @@ def _build(s: Settings, clock: Callable[[], float]) -> Built:
     token_bytes = config.kv_elements_per_token * cache_dtype.itemsize
     shape = _pool_geometry(s, max_seq, token_bytes, free_bytes(device))
     pool = KvPool.allocate(kernel, shape, config.layers, config.kv_heads, config.head_dim)
-    engine = Engine(Runner(model, kernel, pool), s.batching, max_seq, clock)
+    root = Root(str(folder or s.model.name), NAMES[dtype], NAMES[cache_dtype])
+    prefix_root = root if s.kv.prefix_cache else None
+    engine = Engine(Runner(model, kernel, pool), s.batching, max_seq, clock, prefix_root)
     synchronize(device)
     warnings += precision_warnings(s, device)
     return Built(engine, config, device, dtype, cache_dtype, token_bytes, folder, warnings)
@@ -79,8 +83,8 @@ def _build(s: Settings, clock: Callable[[], float]) -> Built:
 
 def _max_seq_tokens(settings: Settings, config: ModelConfig) -> int:
     asked = settings.kv.max_seq_tokens
-    if asked is not None and asked > config.context_tokens:
-        limit = config.context_tokens
+    if asked is not None and asked > config.max_context_tokens:
+        limit = config.max_context_tokens
         raise ConfigError(f"kv.max_seq_tokens={asked}: the model's context is {limit} tokens")
     return asked or config.context_tokens
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from llmlab.engine.choose import Sampled, ending_ids
 from llmlab.engine.records import StepRecord
-from llmlab.engine.request import BadRequest, Finish, Output, SamplingParams, Sequence
+from llmlab.engine.request import (
+    BadRequest,
+    Finish,
+    Output,
+    SamplingParams,
+    Sequence,
+    TokenLogprobs,
+)
 from llmlab.engine.runner import Runner
 from llmlab.engine.scheduler import Scheduled, Scheduler, Step
 from llmlab.kv.allocator import BlockAllocator
+from llmlab.kv.prefix import Root
 from llmlab.settings import BatchingSettings
 
 
@@ -21,7 +31,8 @@ class NotFinite(ArithmeticError):
 class Engine:
     """Serves many requests on one model. Single-threaded: all methods from one thread.
 
-    `clock` returns seconds. `max_seq_tokens` bounds prompt plus output of a request.
+    `clock` returns seconds. `max_seq_tokens` bounds prompt plus output of a request. With a
+    `prefix_root`, which names what its keys and values depend on, it caches prefixes.
     """
 
     def __init__(
@@ -30,12 +41,13 @@ class Engine:
         batching: BatchingSettings,
         max_seq_tokens: int,
         clock: Callable[[], float],
+        prefix_root: Root | None = None,
     ) -> None:
         geometry = runner.pool.geometry
         self.runner = runner
         self.allocator = BlockAllocator(geometry.blocks, geometry.block_tokens)
         self.scheduler = Scheduler(
-            self.allocator, batching.policy, batching.max_batch, batching.chunk_tokens
+            self.allocator, batching.policy, batching.max_batch, batching.chunk_tokens, prefix_root
         )
         self.max_seq_tokens = max_seq_tokens
         self.sequences: dict[int, Sequence] = {}
@@ -50,10 +62,17 @@ class Engine:
     def add_request(self, prompt_ids: Seq[int], params: SamplingParams) -> int:
         """Queue a request and return its id.
 
+        A request is one sequence of token ids: `params.n` and `params.stop` are for whoever makes
+        requests out of prompts and texts out of tokens, and are only checked here.
+
         Raises BadRequest for values out of range and for requests that could never run: prompt
-        plus max_tokens beyond `max_seq_tokens`, or more cache than the whole pool has.
+        plus max_tokens beyond `max_seq_tokens`, more cache than the whole pool has, or no token
+        to choose before `min_tokens`.
         """
-        params.check(self.runner.model.config.vocab)
+        config = self.runner.model.config
+        params.check(config.vocab)
+        if params.min_tokens and len(ending_ids(params, config.eos_ids)) >= config.vocab:
+            raise BadRequest("stop_token_ids: with min_tokens, at least one id must be left out")
         self._check_fits(prompt_ids, params.max_tokens)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -87,6 +106,11 @@ class Engine:
         if sequence is not None:
             self.scheduler.remove(sequence)
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, if there is one. Live requests keep what they hold."""
+        if self.scheduler.prefixes is not None:
+            self.scheduler.prefixes.clear()
+
     def step(self) -> list[Output]:
         """Run one step; what it brought each request, in the order of the batch.
 
@@ -103,49 +127,68 @@ class Engine:
                 part.sequence.first_scheduled_s = start
         record = self._record(step, start)
         try:
-            tokens, finite = self.runner.run(step.parts)
+            if unproven := self.scheduler.take_unproven():
+                self.runner.pool.clear(unproven)
+            sampled = self.runner.run(step.parts)
         except Exception as error:
-            return [self._end(p.sequence, Finish.error, error=error) for p in step.parts]
-        outputs = self._advance(step.parts, tokens, finite)
+            for part in step.parts:
+                part.sequence.computed += part.n  # may have been written, with whatever
+            return [self._fail(p.sequence, error) for p in step.parts]
+        outputs = self._advance(step.parts, sampled)
         self.last_step = record(self._clock())
         return outputs
 
-    def _advance(
-        self, parts: list[Scheduled], tokens: list[int], finite: list[bool]
-    ) -> list[Output]:
+    def _advance(self, parts: list[Scheduled], result: Sampled) -> list[Output]:
         sampled = [p.samples for p in parts]
-        drawn = iter(zip(tokens, finite, strict=True))
+        drawn = iter(zip(result.tokens, result.finite, strict=True))
         outputs = []
         for part, samples in zip(parts, sampled, strict=True):
-            part.sequence.computed += part.n
-            if samples:
-                token, good = next(drawn)
-                outputs.append(self._accept(part.sequence, token, good))
+            sequence = part.sequence
+            sequence.computed += part.n
+            token, finite = next(drawn) if samples else (None, True)
+            bad = self._keep_prompt_logprobs(sequence, result)
+            if bad is None and not finite:
+                bad = sequence.computed - 1
+            if bad is not None:
+                error = NotFinite(f"logits at position {bad} are not finite")
+                outputs.append(self._fail(sequence, error))
+            elif token is not None:
+                self.scheduler.prove(sequence)
+                logprobs = result.logprobs.get(sequence.request_id)
+                outputs.append(self._accept(sequence, token, logprobs))
         return outputs
 
-    def _accept(self, sequence: Sequence, token: int, finite: bool) -> Output:
-        if not finite:
-            self.runner.pool.clear(sequence.table.blocks)
-            error = NotFinite(f"logits at position {len(sequence.tokens) - 1} are not finite")
-            return self._end(sequence, Finish.error, error=error)
+    def _keep_prompt_logprobs(self, sequence: Sequence, result: Sampled) -> int | None:
+        """Add what the step found; the first position whose logits were not finite, if any."""
+        scored = result.prompt_logprobs.get(sequence.request_id, [])
+        first = len(sequence.prompt_logprobs)
+        sequence.prompt_logprobs += scored
+        bad = (i for i, s in enumerate(scored, first) if not math.isfinite(s.chosen.logprob))
+        return next(bad, None)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> Output:
+        self.abort(sequence.request_id)
+        return Output(sequence.request_id, finish=Finish.error, error=error)
+
+    def _accept(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> Output:
         params = sequence.params
         ends = () if params.ignore_eos else self.runner.model.config.eos_ids
         sequence.tokens.append(token)
+        finish = None
         if token in ends or token in params.stop_token_ids:
-            return self._end(sequence, Finish.stop, (token,))
-        if sequence.output_tokens >= params.max_tokens:
-            return self._end(sequence, Finish.length, (token,))
-        return Output(sequence.request_id, (token,))
-
-    def _end(
-        self,
-        sequence: Sequence,
-        finish: Finish,
-        tokens: tuple[int, ...] = (),
-        error: Exception | None = None,
-    ) -> Output:
-        self.abort(sequence.request_id)
-        return Output(sequence.request_id, tokens, finish, error)
+            finish = Finish.stop
+        elif sequence.output_tokens >= params.max_tokens:
+            finish = Finish.length
+        if finish is not None:
+            self.abort(sequence.request_id)
+        first = sequence.output_tokens == 1 and params.prompt_logprobs is not None
+        return Output(
+            sequence.request_id,
+            (token,),
+            finish,
+            logprobs=() if logprobs is None else (logprobs,),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if first else None,
+        )
 
     def _record(self, step: Step, start: float) -> Callable[[float], StepRecord]:
         """The step's record, all but its duration; counted before the sequences move on."""
@@ -154,7 +197,8 @@ class Engine:
         kind = "mixed" if decodes and prefill_tokens else "decode" if decodes else "prefill"
         running = self.scheduler.running
         scheduled = sum(p.n for p in step.parts)
-        live = sum(s.computed for s in running) + scheduled
+        shared = self.allocator.saved_blocks * self.allocator.block_tokens  # full, counted twice
+        live = sum(s.computed for s in running) + scheduled - shared
         longest = max(p.sequence.computed + p.n for p in step.parts)
         queue_len, n_running = len(self.scheduler.waiting), len(running)
         used, free = self.allocator.used_blocks, self.allocator.free_blocks

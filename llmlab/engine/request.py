@@ -6,8 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
+from llmlab.engine.history import History
 from llmlab.kv.allocator import BlockTable
+from llmlab.kv.prefix import Place
 
 
 class BadRequest(ValueError):
@@ -49,6 +52,18 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    @cached_property
+    def edits_logits(self) -> bool:
+        """Whether logits are edited before they are sampled; asked of every row of every step."""
+        plain = (1.0, 0.0, 0.0, 0)
+        mine = (
+            self.repetition_penalty,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.min_tokens,
+        )
+        return mine != plain or bool(self.logit_bias)
 
     def check(self, vocab: int) -> None:
         """Raises BadRequest for a value out of range for a model with `vocab` token ids."""
@@ -118,9 +133,12 @@ class Finish(Enum):
 class Sequence:
     """A request inside the engine.
 
-    `tokens` is prompt plus output; `computed` of them have their keys and values in the cache. A
-    preempted sequence has computed 0 and recomputes prompt and output alike, so that nothing else
-    about it changes.
+    `tokens` is prompt plus output; `computed` of them have their keys and values in the cache, of
+    which `proven` are known to be finite. A preempted sequence has computed 0 and recomputes prompt
+    and output alike, so that nothing else about it changes. `cached_tokens` counts the prompt
+    tokens that the admission which led to the first output token found in the prefix cache; None
+    without a prefix cache and before any admission. `prompt_logprobs`, where asked for, grows with
+    the prefill and is kept: each position is scored once. `history` is for penalties alone.
     """
 
     request_id: int
@@ -130,8 +148,13 @@ class Sequence:
     seed: int
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
+    proven: int = 0
+    cached_tokens: int | None = None
+    place: Place = field(default_factory=Place)
     preemptions: int = 0
     first_scheduled_s: float | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    history: History | None = None
 
     @property
     def output_tokens(self) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from llmlab.engine.choose import Sampled, choose
 from llmlab.engine.scheduler import Scheduled
 from llmlab.kv.pool import KvPool
 from llmlab.model.llama import Model, forward
-from llmlab.ops.base import Batch, Ops, SamplingRows
-from llmlab.ops.sampling import uniforms
+from llmlab.ops.base import Batch, Ops
 
 
 class Runner:
@@ -21,25 +21,23 @@ class Runner:
         self.pool = pool
 
     @torch.inference_mode()
-    def run(self, parts: list[Scheduled]) -> tuple[list[int], list[bool]]:
-        """Compute the parts; a token and whether its logits were finite, per sampling part.
-
-        The order is that of the parts whose `samples` is true.
-        """
+    def run(self, parts: list[Scheduled]) -> Sampled:
+        """Compute the parts and choose the next token of those that sample."""
         batch = build_batch(parts, self.pool.geometry.block_tokens, self.ops)
         logits = forward(self.model, batch, self.pool.layers, self.ops)
-        sampled = [p for p in parts if p.samples]
-        if not sampled:
-            return [], []
-        return self.ops.sample(logits, sampling_rows(sampled))
+        return choose(logits, parts, self.ops, self.model.config.eos_ids)
 
 
 def build_batch(parts: list[Scheduled], block_tokens: int, ops: Ops) -> Batch:
-    """Pack the parts' tokens on one axis. Parts with one token must come first."""
+    """Pack the parts' tokens on one axis. Parts with one token must come first.
+
+    Logits are wanted, per part, of the positions in `scored`, then of its last token if it samples.
+    """
     width = max(len(p.sequence.table.blocks) for p in parts)
     tables = np.empty((len(parts), width), dtype=np.int64)
     ids: list[int] = []
-    positions, slots, logit_rows = [], [], []
+    positions, slots = [], []
+    logit_rows: list[int] = []
     for row, part in enumerate(parts):
         s = part.sequence
         stop = s.computed + part.n
@@ -48,6 +46,8 @@ def build_batch(parts: list[Scheduled], block_tokens: int, ops: Ops) -> Batch:
         # Padding is read and masked; a neighbour's NaN would survive the mask, so it is one's own.
         tables[row, len(blocks) :] = blocks[0]
         where = np.arange(s.computed, stop, dtype=np.int64)
+        offset = len(ids) - s.computed
+        logit_rows += [offset + position for position in part.scored]
         ids += s.tokens[s.computed : stop]
         positions.append(where)
         slots.append(blocks[where // block_tokens] * block_tokens + where % block_tokens)
@@ -62,23 +62,4 @@ def build_batch(parts: list[Scheduled], block_tokens: int, ops: Ops) -> Batch:
         query_lens=[p.n for p in parts],
         context_lens=[p.sequence.computed + p.n for p in parts],
         block_tables=tables,
-    )
-
-
-def sampling_rows(parts: list[Scheduled]) -> SamplingRows:
-    """The parts' sampling parameters, with each row's random number for its next position."""
-    params = [p.sequence.params for p in parts]
-    temperature = np.asarray([p.temperature for p in params], dtype=np.float64)
-    if temperature.any():
-        seeds = np.asarray([p.sequence.seed for p in parts], dtype=np.uint64)
-        positions = np.asarray([len(p.sequence.tokens) for p in parts], dtype=np.uint64)
-        draws = uniforms(seeds, positions)
-    else:
-        draws = np.zeros_like(temperature)  # greedy rows draw nothing
-    return SamplingRows(
-        temperature=temperature,
-        top_k=np.asarray([p.top_k for p in params], dtype=np.int64),
-        top_p=np.asarray([p.top_p for p in params], dtype=np.float64),
-        min_p=np.asarray([p.min_p for p in params], dtype=np.float64),
-        uniforms=draws,
     )

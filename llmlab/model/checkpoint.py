@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from llmlab.model.config import ModelConfig
 from llmlab.model.llama import LayerWeights, Model
 from llmlab.model.rope import tables
-from llmlab.ops.base import Ops
+from llmlab.ops.base import Array, Ops
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -78,29 +78,33 @@ def skeleton(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> S
 
 
 def _layer_places(prefix: str, layer: LayerWeights, c: ModelConfig) -> dict[str, torch.Tensor]:
-    qkv_rows = [n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)]
     places = {
         "input_layernorm.weight": layer.attn_norm,
         "self_attn.o_proj.weight": layer.o,
         "post_attention_layernorm.weight": layer.mlp_norm,
         "mlp.down_proj.weight": layer.down,
     }
-    names = ("q", "k", "v")
-    places |= {
-        f"self_attn.{n}_proj.weight": part
-        for n, part in zip(names, layer.qkv.split(qkv_rows), strict=True)
-    }
+    # Random weights are drawn in this order.
+    if c.fused_weights:
+        places["self_attn.qkv_proj.weight"] = layer.qkv
+    else:
+        places |= _qkv_places("weight", layer.qkv, c)
     if layer.qkv_bias is not None:
-        places |= {
-            f"self_attn.{n}_proj.bias": part
-            for n, part in zip(names, layer.qkv_bias.split(qkv_rows), strict=True)
-        }
-    gate, up = layer.gate_up.chunk(2)
-    places |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+        places |= _qkv_places("bias", layer.qkv_bias, c)
+    if c.fused_weights:
+        places["mlp.gate_up_proj.weight"] = layer.gate_up
+    else:
+        gate, up = layer.gate_up.chunk(2)
+        places |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
     if layer.qk_norm is not None:
         q_norm, k_norm = layer.qk_norm.split([c.heads, c.kv_heads])
         places |= {"self_attn.q_norm.weight": q_norm, "self_attn.k_norm.weight": k_norm}
     return {prefix + name: place for name, place in places.items()}
+
+
+def _qkv_places(kind: str, stacked: Array, c: ModelConfig) -> dict[str, torch.Tensor]:
+    parts = stacked.split([n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)])
+    return {f"self_attn.{n}_proj.{kind}": part for n, part in zip("qkv", parts, strict=True)}
 
 
 def finish(made: Skeleton, config: ModelConfig, ops: Ops, max_positions: int) -> Model:

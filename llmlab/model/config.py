@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmlab.model.rope import RopeConfig
+from llmlab.model.rope import ROPE_TYPES, RopeConfig
+from llmlab.model.tokenizer_files import TokenizerError, tokenizer_eos_id
 
 
 class ModelConfigError(ValueError):
@@ -22,23 +23,49 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: bool = False
-    defaults: Mapping[str, int] = field(default_factory=dict)
-    """Fields that a config.json may leave out, as Transformers fills them in for this family."""
+    fused_weights: bool = False
+    """Whether the checkpoint stores q, k, v as one matrix and gate, up as another."""
+    rope_types: tuple[str, ...] = tuple(ROPE_TYPES)
+    defaults: Mapping[str, int | float] = field(default_factory=dict)
+    """Fields that a config.json may leave out, as Transformers fills them in for this family.
+
+    Not the sizes: a config without those is broken.
+    """
 
 
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 FAMILIES = {
-    "llama": Family(),
+    "llama": Family(defaults=_LLAMA_IDS | {"max_position_embeddings": 2048}),
     "mistral": Family(
-        sliding_window=True, defaults={"sliding_window": 4096, "num_key_value_heads": 8}
+        sliding_window=True,
+        defaults=_LLAMA_IDS
+        | {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
     ),
-    "qwen2": Family(qkv_bias=True, defaults={"num_key_value_heads": 32}),
-    "qwen3": Family(qk_norm=True, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "qwen2": Family(qkv_bias=True, defaults=_QWEN),
+    "qwen3": Family(qk_norm=True, defaults=_QWEN | {"head_dim": 128}),
+    # Its long-context models are longrope, which older configs spell `su` or `yarn`.
+    "phi3": Family(
+        sliding_window=True,
+        fused_weights=True,
+        rope_types=("default",),
+        defaults={
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
 }
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of one model. `eos_ids` may be empty; window None is full attention."""
+    """Sizes and constants of one model. `eos_ids` may be empty; window None is full attention.
+
+    `context_tokens` is the config's max_position_embeddings, `max_context_tokens` how far the
+    rotary scaling lets a run go beyond it on request.
+    """
 
     family: str
     hidden: int
@@ -52,8 +79,10 @@ class ModelConfig:
     rope: RopeConfig
     tied: bool
     context_tokens: int
+    max_context_tokens: int
     qkv_bias: bool
     qk_norm: bool
+    fused_weights: bool
     window: int | None
     bos_id: int | None
     eos_ids: tuple[int, ...]
@@ -74,7 +103,11 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The config of a checkpoint folder; end ids of generation_config.json win. See from_hf."""
+    """The config of a checkpoint folder. See from_hf.
+
+    End ids come from generation_config.json, else config.json, else the tokenizer's own end token,
+    else the family.
+    """
     raw = _read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -83,6 +116,13 @@ def read_config(folder: Path) -> ModelConfig:
             for k, v in _read_json(generation).items()
             if k in ("eos_token_id", "bos_token_id") and v is not None
         }
+    if raw.get("eos_token_id") is None:
+        try:
+            eos_id = tokenizer_eos_id(folder)
+        except TokenizerError as error:
+            raise ModelConfigError(str(error)) from error
+        if eos_id is not None:
+            raw["eos_token_id"] = eos_id
     return from_hf(raw)
 
 
@@ -97,7 +137,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def from_hf(raw: dict[str, Any]) -> ModelConfig:
-    """Translate the fields of a Hugging Face config. Raises ModelConfigError.
+    """Translate the fields of a Hugging Face config. Raises ModelConfigError and RopeError.
 
     Old and new spellings are read: `rope_theta` with `rope_scaling`, or `rope_parameters`.
     """
@@ -107,12 +147,7 @@ def from_hf(raw: dict[str, Any]) -> ModelConfig:
         allowed = ", ".join(FAMILIES)
         raise ModelConfigError(f"model_type={name}: not supported (allowed: {allowed})")
     raw = {**family.defaults, **raw}
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelConfigError(f"hidden_act={activation}: not supported (allowed: silu)")
-    for key in ("mlp_bias",) if family.qkv_bias else ("mlp_bias", "attention_bias"):
-        if raw.get(key):
-            raise ModelConfigError(f"{key}=true: not supported for {name} (allowed: false)")
+    _refuse_what_would_be_ignored(raw, name, family)
     heads = _positive(raw, "num_attention_heads")
     hidden = _positive(raw, "hidden_size")
     kv_heads = _positive(raw, "num_key_value_heads", heads)
@@ -122,6 +157,7 @@ def from_hf(raw: dict[str, Any]) -> ModelConfig:
     if head_dim % 2:
         raise ModelConfigError(f"head_dim={head_dim}: must be even for rotary positions")
     context = _positive(raw, "max_position_embeddings")
+    rope = RopeConfig.from_hf(raw, head_dim, context, family.rope_types)
     eos = raw.get("eos_token_id")
     return ModelConfig(
         family=name,
@@ -133,22 +169,35 @@ def from_hf(raw: dict[str, Any]) -> ModelConfig:
         intermediate=_positive(raw, "intermediate_size"),
         vocab=_positive(raw, "vocab_size"),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=RopeConfig.from_hf(raw, head_dim, context),
+        rope=rope,
         tied=bool(raw.get("tie_word_embeddings", False)),
         context_tokens=context,
+        max_context_tokens=rope.longest_tokens(context),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        window=_window(raw, family),
+        fused_weights=family.fused_weights,
+        window=_window(raw) if family.sliding_window else None,
         bos_id=raw.get("bos_token_id"),
         eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
     )
 
 
-def _window(raw: dict[str, Any], family: Family) -> int | None:
-    window = raw.get("sliding_window") if family.sliding_window else None
+def _refuse_what_would_be_ignored(raw: dict[str, Any], name: str, family: Family) -> None:
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelConfigError(f"hidden_act={activation}: not supported (allowed: silu)")
+    for key in ("mlp_bias",) if family.qkv_bias else ("mlp_bias", "attention_bias"):
+        if raw.get(key):
+            raise ModelConfigError(f"{key}=true: not supported for {name} (allowed: false)")
     if not family.sliding_window and raw.get("use_sliding_window"):
         raise ModelConfigError("use_sliding_window=true: not supported (allowed: false)")
-    return window
+    for kind in raw.get("layer_types") or ():
+        if kind != "full_attention":
+            raise ModelConfigError(f"layer_types={kind}: not supported (allowed: full_attention)")
+
+
+def _window(raw: dict[str, Any]) -> int | None:
+    return None if raw.get("sliding_window") is None else _positive(raw, "sliding_window")
 
 
 def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -15,7 +15,7 @@ from llmlab.ops.base import Ops
 from llmlab.settings import ModelSettings, WeightsSource
 
 # Not every *.safetensors: some repositories keep the same weights a second time, consolidated.
-HF_FILES = ["*.json", "model*.safetensors"]
+HF_FILES = ["*.json", "*.jinja", "model*.safetensors"]
 
 
 def locate(settings: ModelSettings) -> Path | None:
@@ -72,4 +72,10 @@ def load_model(
         checkpoint.fill_random(made, seed)
     else:
         warnings = checkpoint.fill_from_folder(made, folder, on_progress)
+    if config.rope.kind == "dynamic" and max_positions > config.context_tokens:
+        warnings.append(
+            f"rope_type=dynamic: rotary frequencies are those of a {max_positions}-token sequence "
+            "(kv.max_seq_tokens) for all requests; Transformers changes them with each length. "
+            f"The two agree up to kv.max_seq_tokens={config.context_tokens}"
+        )
     return checkpoint.finish(made, config, ops, max_positions), warnings

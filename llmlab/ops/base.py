@@ -47,14 +47,49 @@ class KvLayer:
 
 
 @dataclass(frozen=True)
+class RowEdit:
+    """What happens to the logits of one row before they are sampled, in this order; host side.
+
+    repeated: [n] ids whose logit `penalty` divides when it is positive and multiplies otherwise.
+    moved, deltas: [m] ids and what is added to their logits. banned: [b] ids that cannot be
+    chosen; never the whole vocabulary. `repeated` and `moved` hold each id once.
+    """
+
+    row: int
+    repeated: npt.NDArray[np.int64]
+    penalty: float
+    moved: npt.NDArray[np.int64]
+    deltas: npt.NDArray[np.float64]
+    banned: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class SamplingRows:
-    """Sampling parameters of R rows, host side: [R] each. `uniforms` are the rows' random draws."""
+    """Sampling parameters of R rows, host side: [R] each. `uniforms` are the rows' random draws.
+
+    `edits`: at most one per row, none for a row whose logits are sampled as they are.
+    """
 
     temperature: npt.NDArray[np.float64]
     top_k: npt.NDArray[np.int64]
     top_p: npt.NDArray[np.float64]
     min_p: npt.NDArray[np.float64]
     uniforms: npt.NDArray[np.float64]
+    edits: tuple[RowEdit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Where B given tokens stand in their rows of logits, and the k best of each row; host side.
+
+    logprobs: [B] float64, ranks: [B] int64 from 1; top_ids: [B, k] int64, top_logprobs: [B, k]
+    float64, most probable first. Ties rank by token id.
+    """
+
+    logprobs: npt.NDArray[np.float64]
+    ranks: npt.NDArray[np.int64]
+    top_ids: npt.NDArray[np.int64]
+    top_logprobs: npt.NDArray[np.float64]
 
 
 class Ops(ABC):
@@ -116,4 +151,20 @@ class Ops(ABC):
 
     @abstractmethod
     def sample(self, logits: Array, rows: SamplingRows) -> tuple[list[int], list[bool]]:
-        """One token per row of logits [R, V], and whether the row's logits were all finite."""
+        """One token per row of logits [R, V], and whether the row's logits were all finite.
+
+        Finite is judged before edits.
+        """
+
+    @abstractmethod
+    def rank(
+        self,
+        logits: Array,
+        rows: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+        k: int,
+    ) -> Ranking:
+        """Log-probabilities under logits [R, V] of `tokens` [B] at `rows` [B], and the k best.
+
+        log_softmax in the widest float type of the device; B is at least 1.
+        """

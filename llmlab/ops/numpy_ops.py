@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmlab.ops.base import Array, Batch, KvLayer, Ops, SamplingRows
+from llmlab.ops.base import Array, Batch, KvLayer, Ops, Ranking, RowEdit, SamplingRows
+from llmlab.ops.edits import edit_row
+from llmlab.ops.logprobs import ranking_numpy
 from llmlab.ops.sampling import top_p_reach
 
 F32 = np.float32
@@ -76,11 +78,17 @@ class NumpyOps(Ops):
 
     def sample(self, logits: Array, rows: SamplingRows) -> tuple[list[int], list[bool]]:
         finite = np.isfinite(logits).all(axis=-1)
+        edits = {edit.row: edit for edit in rows.edits}
         tokens = [
-            _sample_row(logits[r].astype(np.float64), rows, r) if finite[r] else 0
+            _sample_row(logits[r].astype(np.float64), rows, r, edits.get(r)) if finite[r] else 0
             for r in range(len(logits))
         ]
         return tokens, finite.tolist()
+
+    def rank(
+        self, logits: Array, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], k: int
+    ) -> Ranking:
+        return ranking_numpy(logits, rows, tokens, k)
 
 
 def _attend(q: Array, k: Array, v: Array, window: int | None) -> Array:
@@ -101,8 +109,12 @@ def _attend(q: Array, k: Array, v: Array, window: int | None) -> Array:
     return (weights @ values).transpose(2, 0, 1, 3).reshape(n, heads, head_dim)
 
 
-def _sample_row(logits: npt.NDArray[np.float64], rows: SamplingRows, r: int) -> int:
+def _sample_row(
+    logits: npt.NDArray[np.float64], rows: SamplingRows, r: int, edit: RowEdit | None
+) -> int:
     """The same rule as `llmlab.ops.sampling.sample`, one row at a time."""
+    if edit is not None:
+        edit_row(logits, edit)
     if rows.temperature[r] == 0:
         return int(logits.argmax())
     with np.errstate(over="ignore"):

@@ -1,7 +1,8 @@
 """Random draws that depend on (seed, position) alone, and the sampling rule on torch logits.
 
-Filter order: temperature, top-k, top-p (over what top-k left), min-p, then one draw by inverse
-CDF. Ties rank by token id. A request's tokens therefore never depend on its batch mates.
+Order: edits (`llmlab.ops.edits`), temperature, top-k, top-p (over what top-k left), min-p, then
+one draw by inverse CDF. Ties rank by token id. A request's tokens therefore never depend on its
+batch mates.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from llmlab.ops.base import SamplingRows
+from llmlab.ops.edits import edited, wide_dtype
 
 # A cumulative probability this close to top_p counts as having reached it: the softmax of exact
 # probabilities differs from them in the last bits, and must not admit one token too many.
@@ -57,13 +59,16 @@ def uniforms(
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[list[int], list[bool]]:
     """One token per row of logits [R, V] (any float dtype, any device), and whether all of it is
-    finite.
+    finite, judged before edits.
 
     Temperature 0 is argmax. Probabilities are float64 where the device has it.
     """
     tops, best = logits.max(dim=-1)
     # A NaN anywhere makes both extremes NaN.
     finite = torch.isfinite(tops) & torch.isfinite(logits.amin(dim=-1))
+    if rows.edits:
+        logits = edited(logits, rows.edits)
+        best = logits.argmax(dim=-1)
     drawn = np.flatnonzero(rows.temperature > 0)
     if len(drawn):
         best = best.clone()
@@ -74,7 +79,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[list[int], list[bo
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, which: npt.NDArray[np.intp]) -> torch.Tensor:
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    wide = wide_dtype(logits.device)
 
     def column(values: npt.NDArray[np.float64]) -> torch.Tensor:
         return torch.from_numpy(values[which]).to(logits.device, wide)[:, None]

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from llmlab.ops import sampling
-from llmlab.ops.base import Array, Batch, KvLayer, Ops, SamplingRows
+from llmlab.ops import logprobs, sampling
+from llmlab.ops.base import Array, Batch, KvLayer, Ops, Ranking, SamplingRows
 
 
 @dataclass(frozen=True)
@@ -181,3 +181,8 @@ class TorchOps(Ops):
 
     def sample(self, logits: Array, rows: SamplingRows) -> tuple[list[int], list[bool]]:
         return sampling.sample(logits, rows)
+
+    def rank(
+        self, logits: Array, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], k: int
+    ) -> Ranking:
+        return logprobs.ranking(logits, rows, tokens, k)

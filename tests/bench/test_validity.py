@@ -71,6 +71,14 @@ PAPER = Settings(protocol=ProtocolSettings(name="paper"))
         ({"device": "cpu", "host_other_cpu_ratio": 0.2}, GOOD, Settings(), ["busy_host"]),
         ({"device": "cuda", "host_other_cpu_ratio": 0.2}, GOOD, Settings(), []),
         (CUDA, replace(GOOD, requests_short=1), Settings(), ["output_short"]),
+        (
+            {"prefix_cache": False, "cached_tokens": 16},
+            GOOD,
+            Settings(),
+            ["prefix_hit_when_off"],
+        ),
+        ({"prefix_cache": False, "cached_tokens": None}, GOOD, Settings(), []),
+        ({"prefix_cache": True, "cached_tokens": 16}, GOOD, Settings(), []),
     ],
 )
 def test_each_rule_at_its_threshold(

@@ -12,13 +12,15 @@ import numpy.typing as npt
 import torch
 
 from llmlab import ops
+from llmlab.engine.choose import Sampled, choose
 from llmlab.engine.engine import Engine
 from llmlab.engine.records import StepRecord
-from llmlab.engine.request import Finish, Output, SamplingParams
-from llmlab.engine.runner import Runner, build_batch, sampling_rows
+from llmlab.engine.request import Finish, Output, SamplingParams, TokenLogprobs
+from llmlab.engine.runner import Runner, build_batch
 from llmlab.engine.scheduler import Scheduled
 from llmlab.kv.layouts import Geometry, geometry
 from llmlab.kv.pool import KvPool
+from llmlab.kv.prefix import Root
 from llmlab.model import checkpoint
 from llmlab.model.config import from_hf
 from llmlab.model.llama import Model
@@ -28,6 +30,7 @@ from llmlab.settings import BatchingPolicy, BatchingSettings, Kernel, KvLayout
 
 VOCAB = 300
 CONTEXT = 2100
+ROOT = Root("random", "fp32", "fp32")
 Logits = npt.NDArray[np.float64]
 Script = Callable[[npt.NDArray[np.int64]], Logits]
 
@@ -102,7 +105,7 @@ class ScriptRunner:
         self.before: Callable[[list[Scheduled]], None] = lambda parts: None
         self.cache = np.full(blocks * block_tokens, -1, dtype=np.int64)
 
-    def run(self, parts: list[Scheduled]) -> tuple[list[int], list[bool]]:
+    def run(self, parts: list[Scheduled]) -> Sampled:
         self.before(parts)
         block_tokens = self.pool.geometry.block_tokens
         batch = build_batch(parts, block_tokens, self.ops)
@@ -111,15 +114,14 @@ class ScriptRunner:
         assert batch.n_decode == sum(singles)
         self.cache[batch.slots] = batch.token_ids
         by_block = self.cache.reshape(-1, block_tokens)
-        sampled = [p for p in parts if p.samples]
-        if not sampled:
-            return [], []
-        logits = [
-            self.script(by_block[batch.block_tables[row]].reshape(-1)[: batch.context_lens[row]])
-            for row, part in enumerate(parts)
-            if part.samples
-        ]
-        return self.ops.sample(np.stack(logits), sampling_rows(sampled))
+        starts = np.cumsum([0, *batch.query_lens])
+        logits = []
+        for place in batch.logit_rows:
+            row = int(np.searchsorted(starts, place, side="right")) - 1
+            context = by_block[batch.block_tables[row]].reshape(-1)
+            logits.append(self.script(context[: batch.positions[place] + 1]))
+        stacked = np.stack(logits) if logits else np.empty((0, VOCAB))
+        return choose(stacked, parts, self.ops, self.model.config.eos_ids)
 
 
 def script_engine(
@@ -132,11 +134,13 @@ def script_engine(
     max_batch: int = 16,
     chunk_tokens: int = 512,
     max_seq_tokens: int = 4096,
+    prefix_cache: bool = False,
 ) -> Engine:
     """POOL(blocks, block_tokens) on a ScriptRunner; `engine.runner` is the ScriptRunner."""
     runner: Any = ScriptRunner(blocks, block_tokens, script, eos_ids)
     batching = BatchingSettings(policy, max_batch, chunk_tokens)
-    return Engine(runner, batching, max_seq_tokens, FakeClock())
+    root = ROOT if prefix_cache else None
+    return Engine(runner, batching, max_seq_tokens, FakeClock(), root)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -159,6 +163,7 @@ def random_model(kernel: Kernel) -> tuple[Model, Ops]:
         "num_hidden_layers": 2,
         "vocab_size": VOCAB,
         "max_position_embeddings": CONTEXT,
+        "eos_token_id": None,
     }
     config, device = from_hf(arch), torch.device("cpu")
     made = checkpoint.skeleton(config, torch.float32, device)
@@ -180,6 +185,7 @@ def model_engine(
     max_batch: int = 16,
     chunk_tokens: int = 512,
     max_seq_tokens: int = 256,
+    prefix_cache: bool = False,
 ) -> Engine:
     """An engine on the small random model."""
     model, kernel_ops = random_model(kernel)
@@ -187,7 +193,8 @@ def model_engine(
     c = model.config
     pool = KvPool.allocate(kernel_ops, shape, c.layers, c.kv_heads, c.head_dim)
     batching = BatchingSettings(policy, max_batch, chunk_tokens)
-    return Engine(Runner(model, kernel_ops, pool), batching, max_seq_tokens, FakeClock())
+    root = ROOT if prefix_cache else None
+    return Engine(Runner(model, kernel_ops, pool), batching, max_seq_tokens, FakeClock(), root)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -211,6 +218,9 @@ class Answer:
     finish: Finish | None = None
     error: Exception | None = None
     preemptions: int = 0
+    cached_tokens: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass
@@ -260,11 +270,17 @@ def serve(
             assert answer.finish is None, "an output after the end"
             answer.tokens += output.tokens
             answer.finish, answer.error = output.finish, output.error
+            answer.logprobs += output.logprobs
+            if output.prompt_logprobs is not None:
+                assert answer.prompt_logprobs is None, "prompt_logprobs came twice"
+                assert len(answer.tokens) == 1, "prompt_logprobs come with the first token"
+                answer.prompt_logprobs = output.prompt_logprobs
         if engine.last_step is not None:
             steps.append(engine.last_step)
         after_step()
     for request_id, answer in answers.items():
         answer.preemptions = sequences[request_id].preemptions
+        answer.cached_tokens = sequences[request_id].cached_tokens
     assert engine.allocator.used_blocks == 0
     return Served(list(answers.values()), steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from llmlab.engine.request import BadRequest, Finish, Output
 from llmlab.engine.scheduler import Scheduled
 from llmlab.settings import BatchingPolicy
 from tests.engine.builders import (
+    ROOT,
     VOCAB,
     Logits,
     greedy,
@@ -44,7 +46,9 @@ class Rig:
         block_tokens: int,
         max_batch: int,
         chunk_tokens: int,
+        prefix_cache: bool = False,
     ) -> None:
+        self.prefix_cache, self.cached_tokens = prefix_cache, 0
         self.policy, self.max_batch, self.chunk_tokens = policy, max_batch, chunk_tokens
         self.capacity_tokens = blocks * block_tokens
         self.engine = script_engine(
@@ -54,6 +58,7 @@ class Rig:
             policy=policy,
             max_batch=max_batch,
             chunk_tokens=chunk_tokens,
+            prefix_cache=prefix_cache,
         )
         runner: Any = self.engine.runner
         runner.before = self._in_step
@@ -70,6 +75,8 @@ class Rig:
 
     def add(self, n: int, max_tokens: int, broken: bool = False) -> None:
         ids = prompt(n, len(self.prompts))
+        if self.prefix_cache:  # three texts, of which prompts are the beginnings
+            ids = prompt(64, len(self.prompts) % 3)[:n]
         ids[0] = BROKEN if broken else ids[0] % BROKEN
         fits = n + max_tokens - 1 <= self.capacity_tokens
         try:
@@ -137,16 +144,37 @@ class Rig:
         if output.finish is not None:
             self.ended[output.finish] += 1
 
+    def _note_hits(self) -> None:
+        for sequence in self.engine.scheduler.running:
+            if sequence not in self._running_before:
+                self.cached_tokens += sequence.cached_tokens or 0
+
     # Rules
 
     def _in_step(self, parts: list[Scheduled]) -> None:
         """Between planning and computing. The engine turns what is raised here into outputs."""
+        self._note_hits()
         try:
             self._check_plan(parts)
         except AssertionError as violation:
             self._violations.append(violation)
         if self.fail_next:
+            self._scribble(parts)
             raise InjectedFailure
+
+    def _scribble(self, parts: list[Scheduled]) -> None:
+        """What a step may have written before it failed."""
+        size, cache = self.engine.allocator.block_tokens, self._cache()
+        for part in parts:
+            s = part.sequence
+            for position in range(s.computed, s.computed + part.n):
+                cache[s.table.blocks[position // size], position % size] = BROKEN
+
+    def _cache(self) -> npt.NDArray[np.int64]:
+        """The token ids in the runner's cache: [blocks, block tokens]."""
+        runner: Any = self.engine.runner
+        ids: npt.NDArray[np.int64] = runner.cache
+        return ids.reshape(self.engine.allocator.blocks, -1)
 
     def _check_plan(self, parts: list[Scheduled]) -> None:
         running = self.engine.scheduler.running
@@ -173,8 +201,11 @@ class Rig:
         engine, allocator = self.engine, self.engine.allocator
         running, waiting = engine.scheduler.running, list(engine.scheduler.waiting)
         owned = [block for s in self.live() for block in s.table.blocks]
-        assert len(owned) == len(set(owned)) == allocator.used_blocks
-        assert all(0 <= block < allocator.blocks for block in owned)
+        assert len(set(owned)) == allocator.used_blocks
+        assert len(owned) - len(set(owned)) == allocator.saved_blocks
+        tables = Counter(owned)
+        assert all(allocator.references(b) == tables[b] for b in range(allocator.blocks))
+        self._check_prefixes(tables)
         assert allocator.used_blocks + allocator.free_blocks == allocator.blocks
         queue = [s.request_id for s in [*running, *waiting]]
         assert queue == sorted(engine.sequences), "served in the order of arrival"
@@ -191,4 +222,23 @@ class Rig:
         for sequence in self.live():
             ids = self.prompts[sequence.request_id]
             assert sequence.tokens == ids + self.answers[sequence.request_id]
-            assert 0 <= sequence.computed < len(sequence.tokens)
+            assert 0 <= sequence.proven <= sequence.computed < len(sequence.tokens)
+
+    def _check_prefixes(self, held: Counter[int]) -> None:
+        """What is shared or findable is whole, right, and never written again."""
+        allocator, cache = self.engine.allocator, self._cache()
+        index = self.engine.scheduler.prefixes
+        findable = index.nodes if index is not None else {}
+        assert allocator.idle_blocks == sum(held[block] == 0 for block in findable)
+        for block, node in findable.items():
+            assert node.block == block
+            assert node.findable
+            assert node.siblings[node.ids] is node
+            assert tuple(cache[block]) == node.ids
+        for ids in self.prompts.values():
+            assert index is None or ids[0] != BROKEN or not index.match(ROOT, [*ids, 0])
+        for sequence in self.live():
+            first_open = sequence.computed // allocator.block_tokens
+            for block in sequence.table.blocks[first_open:]:
+                assert held[block] == 1
+                assert block not in findable

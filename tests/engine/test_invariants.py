@@ -30,6 +30,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_tokens=st.sampled_from([1, 2, 4, 16, 64]),
         max_batch=st.integers(1, 6),
         extra_chunk=st.integers(0, 30),
+        prefix_cache=st.booleans(),
     )
     def build(
         self,
@@ -38,8 +39,10 @@ class EngineMachine(RuleBasedStateMachine):
         block_tokens: int,
         max_batch: int,
         extra_chunk: int,
+        prefix_cache: bool,
     ) -> None:
-        self.rig = Rig(policy, blocks, block_tokens, max_batch, max_batch + extra_chunk)
+        chunk_tokens = max_batch + extra_chunk
+        self.rig = Rig(policy, blocks, block_tokens, max_batch, chunk_tokens, prefix_cache)
 
     @rule(n=st.integers(1, 40), max_tokens=st.integers(1, 24))
     def add(self, n: int, max_tokens: int) -> None:
@@ -85,9 +88,10 @@ TestAnyOrderOfOperations = EngineMachine.TestCase
 
 
 @pytest.mark.parametrize("policy", list(BatchingPolicy))
-def test_10_000_random_operations_leak_no_block(policy: BatchingPolicy) -> None:
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_10_000_random_operations_leak_no_block(policy: BatchingPolicy, prefix_cache: bool) -> None:
     rng = random.Random(20)
-    rig = Rig(policy, blocks=24, block_tokens=4, max_batch=6, chunk_tokens=20)
+    rig = Rig(policy, 24, 4, max_batch=6, chunk_tokens=20, prefix_cache=prefix_cache)
     for _ in range(10_000):
         kind = rng.random()
         if kind < 0.12 and len(rig.engine.sequences) < 12:
@@ -103,6 +107,7 @@ def test_10_000_random_operations_leak_no_block(policy: BatchingPolicy) -> None:
     rig.drain()
     assert rig.engine.allocator.free_blocks == 24
     assert rig.preemptions > 10
+    assert (rig.cached_tokens > 1000) == prefix_cache
     assert min(rig.ended[f] for f in (Finish.length, Finish.error, Finish.abort)) > 20
 
 

@@ -333,6 +333,18 @@ def test_seeds_of_the_workload_decide_sampled_tokens() -> None:
     assert answers[0][0] == answers[0][2] != answers[0][1]
 
 
+def test_penalties_of_the_run_reach_every_request() -> None:
+    """Fewer repetitions than without."""
+    penalties = {"repetition_penalty": 1e6, "presence_penalty": 2.0, "frequency_penalty": 2.0}
+    for name, value in penalties.items():
+        answers = []
+        for decoding in (DecodingSettings(), DecodingSettings(**{name: value})):
+            run = loaded(settings(decoding=decoding))
+            run.backend.submit(BenchRequest(0, prompt(9), 40))
+            answers.append(run.finish().tokens(0))
+        assert len(set(answers[0])) < len(set(answers[1]))
+
+
 def test_abort_frees_at_once_and_stays_silent() -> None:
     run = loaded(settings(batching=BatchingSettings(max_batch=1)))
     for request in requests([prompt(40, i) for i in range(3)], 20):
@@ -360,6 +372,32 @@ def test_forget_lets_indices_be_used_again() -> None:
         assert run.backend.drain_steps() == []
         assert run.backend.request_stats(0).first_scheduled_s is None
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_forget_keeps_what_is_in_flight() -> None:
+    run = loaded(settings(kv=KvSettings(capacity_tokens=2 * CONTEXT, prefix_cache=True)))
+    run.backend.submit(BenchRequest(0, prompt(40), 2))
+    run.finish()
+    run.backend.submit(BenchRequest(1, prompt(40), 6))
+    run.events += run.backend.advance(None)
+    assert run.backend.request_stats(1).cached_tokens == 32
+    run.backend.forget()
+    assert run.backend.request_stats(0).first_scheduled_s is None
+    assert run.backend.request_stats(1).first_scheduled_s is not None
+    assert len(run.finish().tokens(1)) == 6
+    assert run.end(1).finish_reason == "length"
+
+
+def test_forget_empties_the_prefix_cache() -> None:
+    run = loaded(settings(kv=KvSettings(capacity_tokens=2 * CONTEXT, prefix_cache=True)))
+    found = []
+    for index, forgets in enumerate((False, True, False)):
+        run.backend.submit(BenchRequest(index, prompt(40), 2))
+        run.finish()
+        found.append(run.backend.request_stats(index).cached_tokens)
+        if forgets:
+            run.backend.forget()
+    assert found == [0, 32, 0]
 
 
 def test_nothing_to_do_returns_at_once() -> None:

@@ -19,7 +19,7 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type=gpt2: .*llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, r"model_type=gpt2: .*llama, mistral, qwen2, qwen3, phi3"),
         ({"hidden_act": "gelu"}, r"hidden_act=gelu: .*allowed: silu"),
         ({"num_key_value_heads": 4}, r"num_key_value_heads=4: must divide 6 heads"),
         ({"num_key_value_heads": 0}, r"num_key_value_heads=0: must be a positive integer"),
@@ -31,6 +31,8 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
         ({"attention_bias": True}, r"attention_bias=true: not supported for llama"),
         ({"mlp_bias": True}, r"mlp_bias=true: not supported for llama"),
         ({"model_type": "qwen3", "use_sliding_window": True}, r"use_sliding_window=true"),
+        ({"layer_types": ["full_attention", "chunked"]}, r"layer_types=chunked: not supported"),
+        ({"model_type": "mistral", "sliding_window": 0}, r"sliding_window=0: must be a positive"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -62,9 +64,10 @@ def test_missing_fields_follow_the_family(tmp_path: Path) -> None:
     assert not from_hf({k: v for k, v in TINY.items() if k != "tie_word_embeddings"}).tied
 
 
-def test_a_sliding_window_belongs_to_mistral_alone() -> None:
-    assert from_hf(TINY | {"model_type": "mistral", "sliding_window": 16}).window == 16
-    assert from_hf(TINY | {"model_type": "mistral", "sliding_window": None}).window is None
+def test_a_sliding_window_belongs_to_mistral_and_phi3_alone() -> None:
+    for family in ("mistral", "phi3"):
+        assert from_hf(TINY | {"model_type": family, "sliding_window": 16}).window == 16
+        assert from_hf(TINY | {"model_type": family, "sliding_window": None}).window is None
     # Qwen2 configs carry the number with use_sliding_window false.
     qwen = TINY | {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": False}
     assert from_hf(qwen).window is None
@@ -104,6 +107,11 @@ PARAMETERS = {
     "llama3_1_8b": 8_030_261_248,
     "qwen3_0_6b": 596_049_920,
     "mistral_7b": 7_248_023_552,
+    "tinyllama_1_1b": 1_100_048_384,
+    "smollm2_135m": 134_515_008,
+    "smollm2_1_7b": 1_711_376_384,
+    "qwen2_5_0_5b": 494_032_768,
+    "phi3_mini_4k": 3_821_079_552,
 }
 
 
@@ -132,10 +140,22 @@ def test_every_model_config_has_the_published_number_of_parameters(name: str) ->
         ("qwen2", "kv_heads", 32),
         ("qwen3", "head_dim", 128),
         ("llama", "kv_heads", 32),
+        ("phi3", "kv_heads", 32),
+        ("phi3", "window", None),
+        ("phi3", "norm_eps", 1e-5),
+        ("mistral", "norm_eps", 1e-6),
+        ("llama", "context_tokens", 2048),
+        ("mistral", "context_tokens", 131072),
+        ("qwen2", "context_tokens", 32768),
+        ("qwen3", "context_tokens", 32768),
+        ("phi3", "context_tokens", 4096),
+        ("llama", "eos_ids", (2,)),
+        ("qwen2", "eos_ids", ()),
+        ("phi3", "eos_ids", (32000,)),
     ],
 )
 def test_a_field_left_out_is_what_transformers_makes_of_it(
-    family: str, field: str, value: int
+    family: str, field: str, value: Any
 ) -> None:
     raw = {
         "model_type": family,
@@ -144,7 +164,6 @@ def test_a_field_left_out_is_what_transformers_makes_of_it(
         "num_hidden_layers": 1,
         "intermediate_size": 64,
         "vocab_size": 300,
-        "max_position_embeddings": 8192,
     }
     assert getattr(from_hf(raw), field) == value
     assert from_hf(raw | {"sliding_window": None}).window is None

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from llmlab import ops
+from llmlab.engine.build import Built, build_engine
 from llmlab.model.config import ModelConfigError
 from llmlab.model.load import load_config, load_model, locate
-from llmlab.settings import Kernel, ModelSettings, WeightsSource, embedded_folder
+from llmlab.settings import (
+    ConfigError,
+    DeviceKind,
+    DeviceSettings,
+    Kernel,
+    KvSettings,
+    ModelSettings,
+    Precision,
+    PrecisionSettings,
+    Settings,
+    WeightsSource,
+    embedded_folder,
+)
 from tests.builders import CPU, TINY, Loaded, all_logits, max_difference, random_prompts
 
 
@@ -53,3 +68,41 @@ def test_a_path_wins_over_an_embedded_name(tmp_path: Path) -> None:
 def test_a_folder_without_config_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match=r"config\.json"):
         loaded_from(ModelSettings(path=str(tmp_path)))
+
+
+def built(max_tokens: int | None, **scaling: Any) -> Built:
+    """An engine for TINY with a rotary scaling whose original context is 64 tokens."""
+    arch = TINY | {"max_position_embeddings": 64, "rope_scaling": scaling}
+    settings = Settings(
+        model=ModelSettings(name="scaled", weights=WeightsSource.random, arch=arch),
+        precision=PrecisionSettings(Precision.fp32),
+        kv=KvSettings(max_seq_tokens=max_tokens, capacity_tokens=512),
+        device=DeviceSettings(DeviceKind.cpu),
+    )
+    return build_engine(settings, time.perf_counter)
+
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s["rope_type"])
+def test_a_scaled_model_runs_its_config_s_context_and_more_on_request(
+    scaling: dict[str, Any],
+) -> None:
+    assert built(None, **scaling).engine.max_seq_tokens == 64
+    assert built(256, **scaling).engine.max_seq_tokens == 256
+    with pytest.raises(ConfigError, match=r"^kv\.max_seq_tokens=257: .*context is 256 tokens"):
+        built(257, **scaling)
+
+
+def test_dynamic_scaling_beyond_the_original_context_says_what_it_does() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    for max_tokens in (None, 32, 64):
+        assert not any("dynamic" in w for w in built(max_tokens, **dynamic).warnings)
+    (warning,) = [w for w in built(65, **dynamic).warnings if "dynamic" in w]
+    assert "65-token" in warning
+    assert warning.endswith("kv.max_seq_tokens=64")

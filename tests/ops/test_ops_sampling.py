@@ -313,6 +313,7 @@ def test_d18_a_row_chooses_the_same_token_alone_as_among_others(
     logits, rows = batch
     together, _ = sampler(logits, rows)
     for i, row in enumerate(logits):
+        # No row of these has an edit: test_ops_edits has the same for edited ones.
         alone = SamplingRows(**{name: values[i : i + 1] for name, values in vars(rows).items()})
         assert sampler([row], alone)[0] == [together[i]]
 
