@@ -169,11 +169,14 @@ class TorchOps(Ops):
         mask = span.mask
         if span.causal:
             mask = self._mask(np.array([span.length]), q.shape[3], span.length, None)
-        scores = (q * q.shape[-1] ** -0.5) @ keys.unsqueeze(2).transpose(-1, -2)
-        scores = scores.float()
+        s, kv_heads, group, n, head_dim = q.shape
+        # A group's heads become rows of one product: keys and values are not repeated for them.
+        rows = (q * head_dim**-0.5).reshape(s, kv_heads, group * n, head_dim)
+        scores = (rows @ keys.transpose(-1, -2)).float().view(s, kv_heads, group, n, -1)
         if mask is not None:
             scores = scores + mask.unsqueeze(1)
-        return torch.softmax(scores, dim=-1).to(q.dtype) @ values.unsqueeze(2)
+        weights = torch.softmax(scores, dim=-1).to(q.dtype)
+        return (weights.view(s, kv_heads, group * n, -1) @ values).view_as(q)
 
     def silu_mul(self, gate_up: Array) -> Array:
         gate, up = gate_up.chunk(2, dim=-1)
