@@ -87,7 +87,9 @@ def _per_experiment(parsed: list[Override], multirun: bool) -> list[list[Overrid
 def _points(parsed: list[Override], multirun: bool) -> list[list[str]]:
     fixed = [o for o in parsed if not o.is_sweep_override()]
     _check(fixed)
-    swept, params = _experiment_sweep(fixed)
+    # Only an experiment, or Hydra's own keys, can make a sweep that no override shows.
+    hidden = any(o.key_or_group == EXPERIMENT or _is_hydra(o.key_or_group) for o in fixed)
+    swept, params = _experiment_sweep(fixed) if hidden else (False, [])
     if not multirun and not swept:
         ambiguous = [f"{_line(o)}: several values need -m" for o in parsed if o not in fixed]
         if ambiguous:
@@ -184,7 +186,7 @@ def _problem(override: Override, choices: dict[str, list[str]]) -> Problem | Non
     key, value = override.key_or_group, override.value()
     if override.is_delete():
         return Problem(_line(override), "", "nothing can be removed, only replaced")
-    if key.startswith("hydra."):
+    if _is_hydra(key):
         return None
     if key in choices:
         if isinstance(value, str) and value not in choices[key]:
@@ -195,6 +197,10 @@ def _problem(override: Override, choices: dict[str, list[str]]) -> Problem | Non
             return Problem(key, value, "an experiment is added", f"write +experiment={value}")
         return None
     return _unknown_key(key, value, choices)
+
+
+def _is_hydra(key: str) -> bool:
+    return key.startswith("hydra.")
 
 
 def _unknown_key(key: str, value: Any, choices: dict[str, list[str]]) -> Problem | None:

@@ -91,7 +91,7 @@ class SamplingParams:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
             ("stop_token_ids", all(0 <= i < vocab for i in self.stop_token_ids), ids),
-            ("stop", all(self.stop), "non-empty strings"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of texts"),
             ("n", self.n >= 1, "at least 1"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= vocab, f"0 to {vocab}"),
             (

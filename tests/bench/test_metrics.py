@@ -60,7 +60,7 @@ D27: list[Part] = [
 ]
 
 
-def test_a_stream_with_role_and_usage_chunks() -> None:
+def test_d27_a_stream_with_role_and_usage_chunks() -> None:
     """Tokens count, not chunks: neither the role nor the usage chunk is a token."""
     # the second request keeps the driver listening until after the usage chunk
     other: list[Part] = [(1.0, 1, "length")]
@@ -77,12 +77,12 @@ def test_a_stream_with_role_and_usage_chunks() -> None:
     assert row["tn_s"] == pytest.approx(0.60)
 
 
-def test_tokens_of_the_first_chunk_have_no_gap() -> None:
+def test_d27_tokens_of_the_first_chunk_have_no_gap() -> None:
     o = _scripted(lambda r: [(0.5, 2, None), (0.7, 2, "length")], requests(1))
     assert metrics.tpot_s(o.recording.traces[0]) == pytest.approx(0.2 / (4 - 2))
 
 
-def test_one_token_answers_have_no_gaps() -> None:
+def test_d27_one_token_answers_have_no_gaps() -> None:
     row = run_columns(_scripted(lambda r: [(0.5, 1, "length")], requests(3)))
     assert row["ttft_n"] == 3
     assert (row["itl_n"], row["tpot_n"], row["max_stall_n"]) == (0, 0, 0)
@@ -102,7 +102,7 @@ def test_ttft_counts_from_the_scheduled_arrival() -> None:
     assert late["queue_s"] == pytest.approx(0.0)
 
 
-def test_prompt_tokens_are_not_throughput() -> None:
+def test_d28_prompt_tokens_are_not_throughput() -> None:
     """Two requests of 1000 + 10 tokens in 2 s."""
     script: list[Part] = [(0.2 * i, 1, None) for i in range(1, 10)] + [(2.0, 1, "length")]
     row = run_columns(_scripted(lambda r: script, requests(2, prompt=1000, output=10)))
@@ -111,7 +111,7 @@ def test_prompt_tokens_are_not_throughput() -> None:
     assert row["prompt_tok_per_s"] == pytest.approx(1000.0)
 
 
-def test_a_row_that_ends_early_counts_what_it_delivered() -> None:
+def test_d28_a_row_that_ends_early_counts_what_it_delivered() -> None:
     """Static batch of two, one ends at 3 of 10: 13 tokens, and the engine counted the same."""
     clock = FakeClock()
     backend = StepBackend(clock, lambda batch, longest: 1.0, max_batch=2)
@@ -123,7 +123,7 @@ def test_a_row_that_ends_early_counts_what_it_delivered() -> None:
     )
 
 
-def test_failed_and_cut_requests_are_counted_apart() -> None:
+def test_d28_failed_and_cut_requests_are_counted_apart() -> None:
     scripts: list[list[Part]] = [
         [(1.0, 1, None), (2.0, 1, "length")],
         [(1.0, 1, None), (2.0, 0, "error")],
@@ -234,7 +234,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("work", "count"), [(FIXED, 3), (MIXED, 5)])
-def test_first_time_costs_stay_out_of_the_samples(work: list[BenchRequest], count: int) -> None:
+def test_d29_first_time_costs_stay_out_of_the_samples(work: list[BenchRequest], count: int) -> None:
     """An engine whose first call per (batch, length) bucket takes 2 s more."""
     seen: set[tuple[int, int]] = set()
 

@@ -51,7 +51,7 @@ def recomputing(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("state", [queued, mid_prefill, decoding, preempted, recomputing])
-def test_abort_frees_everything_at_once(state: Callable[[Engine], int]) -> None:
+def test_d11_abort_frees_everything_at_once(state: Callable[[Engine], int]) -> None:
     """The neighbour arrives first, so that it is the victim that waits or is preempted."""
     engine = script_engine(POOL, 16, chunk_tokens=16)
     neighbour = engine.add_request(*NEIGHBOUR)
@@ -69,7 +69,7 @@ def test_abort_frees_everything_at_once(state: Callable[[Engine], int]) -> None:
     assert engine.allocator.free_blocks == POOL
 
 
-def test_abort_of_unknown_and_ended_requests_is_ignored() -> None:
+def test_d11_abort_of_unknown_and_ended_requests_is_ignored() -> None:
     engine = script_engine(POOL, 16)
     serve(engine, [NEIGHBOUR])
     for request_id in (0, 1, -5, 10**9):

@@ -24,7 +24,7 @@ from tests.engine.builders import (
     ("n", "max_tokens"), [(129, 1), (200, 1), (128, 2), (127, 3), (1, 129), (128, 10**9)]
 )
 @pytest.mark.parametrize("policy", list(BatchingPolicy))
-def test_what_can_never_fit_the_pool_is_refused_and_blocks_nobody(
+def test_d10_what_can_never_fit_the_pool_is_refused_and_blocks_nobody(
     n: int, max_tokens: int, policy: BatchingPolicy
 ) -> None:
     """POOL(8,16) = 128 tokens. The last output token is never cached: prompt + max_tokens - 1."""
@@ -41,7 +41,7 @@ def test_what_can_never_fit_the_pool_is_refused_and_blocks_nobody(
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(127, 1), (127, 2), (128, 1), (1, 128), (64, 65)])
 @pytest.mark.parametrize("policy", list(BatchingPolicy))
-def test_what_just_fits_the_pool_runs_to_its_end(
+def test_d10_what_just_fits_the_pool_runs_to_its_end(
     n: int, max_tokens: int, policy: BatchingPolicy
 ) -> None:
     engine = script_engine(8, 16, policy=policy)
@@ -84,7 +84,7 @@ def test_the_longest_sequence_runs_on_the_model(layout: KvLayout) -> None:
         ("seed", 2**64),
     ],
 )
-def test_values_out_of_range_name_field_value_and_range(field: str, value: Any) -> None:
+def test_d23_values_out_of_range_name_field_value_and_range(field: str, value: Any) -> None:
     engine = script_engine()
     with pytest.raises(BadRequest, match=f"^{field}={value}: must be .*[0-9]"):
         engine.add_request([1, 2, 3], SamplingParams(**{field: value}))
@@ -92,14 +92,14 @@ def test_values_out_of_range_name_field_value_and_range(field: str, value: Any) 
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [0, VOCAB], [10**12]])
-def test_prompts_that_are_no_tokens_are_refused(ids: list[int]) -> None:
+def test_d23_prompts_that_are_no_tokens_are_refused(ids: list[int]) -> None:
     engine = script_engine()
     with pytest.raises(BadRequest, match=r"^prompt: "):
         engine.add_request(ids, greedy(1))
     assert serve(engine, [([0, VOCAB - 1], greedy(1))]).answers[0].finish is Finish.length
 
 
-def test_one_token_requests_leave_nothing_behind() -> None:
+def test_d24_one_token_requests_leave_nothing_behind() -> None:
     engine = script_engine(64, 16)
     for _ in range(5):
         requests = [(prompt(1 + i % 40, i), greedy(1)) for i in range(100)]

@@ -28,7 +28,7 @@ def answer(script: Script, params: SamplingParams, eos_ids: tuple[int, ...] = EO
 
 
 @pytest.mark.parametrize("eos", EOS)
-def test_each_end_id_alone_ends_the_output(eos: int) -> None:
+def test_d19_each_end_id_alone_ends_the_output(eos: int) -> None:
     """The id itself is the last output token: it was computed, and is counted."""
     ended = answer(says(5, 6, eos, 7), greedy(20))
     assert (ended.tokens, ended.finish) == ([5, 6, eos], Finish.stop)
@@ -42,7 +42,7 @@ def test_an_end_id_as_the_first_and_as_the_last_allowed_token_is_a_stop(eos: int
     assert (last.tokens, last.finish) == ([5, 6, eos], Finish.stop)
 
 
-def test_ignore_eos_skips_all_of_them() -> None:
+def test_d19_ignore_eos_skips_all_of_them() -> None:
     ended = answer(says(5, *EOS, 6), greedy(7, ignore_eos=True))
     assert (ended.tokens, ended.finish) == ([5, *EOS, 6, 1, 1], Finish.length)
 
@@ -54,7 +54,7 @@ def test_a_model_without_end_ids_runs_to_the_limit() -> None:
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 @pytest.mark.parametrize("stop", [(7,), (250, 7)])
-def test_stop_token_ids_add_to_the_end_ids(ignore_eos: bool, stop: tuple[int, ...]) -> None:
+def test_d19_stop_token_ids_add_to_the_end_ids(ignore_eos: bool, stop: tuple[int, ...]) -> None:
     params = greedy(20, ignore_eos=ignore_eos, stop_token_ids=stop)
     stopped = answer(says(5, 7, 6), params)
     assert (stopped.tokens, stopped.finish) == ([5, 7], Finish.stop)
@@ -68,7 +68,7 @@ def test_an_end_id_in_the_prompt_ends_nothing() -> None:
     assert (served.tokens, served.answers[0].finish) == ([[5, 6, 7]], Finish.length)
 
 
-def test_max_tokens_1_gives_exactly_one_token() -> None:
+def test_d24_max_tokens_1_gives_exactly_one_token() -> None:
     ended = answer(says(5, 6), greedy(1))
     assert (ended.tokens, ended.finish) == ([5], Finish.length)
 

@@ -53,7 +53,7 @@ def run_out(engine: Engine) -> list[Output]:
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])
-def test_a_failed_step_ends_its_three_requests_and_the_next_succeeds(at: int) -> None:
+def test_d12_a_failed_step_ends_its_three_requests_and_the_next_succeeds(at: int) -> None:
     """Step 0 is the prefill, 1 and 5 are decodes; 50 times on the same engine."""
     engine = script_engine(16, 16)
     runner: Any = engine.runner
@@ -72,7 +72,7 @@ def test_a_failed_step_ends_its_three_requests_and_the_next_succeeds(at: int) ->
         assert serve(engine, [(prompt(30, repeat), greedy(5))]).tokens == [answer]
 
 
-def test_requests_that_took_no_part_in_the_failed_step_go_on() -> None:
+def test_d12_requests_that_took_no_part_in_the_failed_step_go_on() -> None:
     """The step budget goes to the first prompt alone; the second is running, the third waits."""
     engine = script_engine(64, 16, max_batch=2, chunk_tokens=30)
     runner: Any = engine.runner
@@ -90,7 +90,7 @@ def test_requests_that_took_no_part_in_the_failed_step_go_on() -> None:
 
 @pytest.mark.parametrize("kernel", list(Kernel))
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_failure_deep_in_the_model_leaves_a_sound_engine(
+def test_d12_a_failure_deep_in_the_model_leaves_a_sound_engine(
     kernel: Kernel, layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [(prompt(n), greedy(6)) for n in (5, 20, 33)]

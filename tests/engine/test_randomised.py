@@ -1,0 +1,112 @@
+"""Randomised end to end: whatever happens around a request, it gets what it gets alone.
+
+Growth at block boundaries, prefix hits, preemption, admission, aborts and failing steps: D07-D12.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+
+import psutil
+import pytest
+
+from llmlab.engine.engine import Engine
+from llmlab.engine.request import BadRequest, Sequence
+from llmlab.settings import Kernel
+from tests.engine.builders import greedy, model_engine, step
+from tests.engine.campaign import STATES, InjectedFailure, ShakyRunner, run
+
+EVENTS = (
+    *("preemption", "prefix hit", "failure", "refusal"),
+    *(f"abort {state}" for state in STATES),
+    *("ended by length", "ended by stop", "beginning"),
+)
+
+
+def check_events(seen: Counter[str], least: int) -> None:
+    assert {event: seen[event] for event in EVENTS if seen[event] < least} == {}
+
+
+def test_40_random_lives_of_an_engine() -> None:
+    seen = run(range(40), Kernel.sdpa)
+    check_events(seen, least=3)
+    assert seen["token"] > 2000
+
+
+@pytest.mark.parametrize("kernel", [Kernel.numpy, Kernel.torch])
+def test_a_few_on_the_other_kernels(kernel: Kernel) -> None:
+    assert run(range(100, 105), kernel)["token"] > 200
+
+
+@pytest.mark.slow
+def test_400_random_lives_of_an_engine() -> None:
+    check_events(run(range(1000, 1400), Kernel.sdpa), least=50)
+
+
+# ---------------------------------------------------------------------------------------------
+# 10,000 requests
+
+
+def tiny_requests(engine: Engine, count: int, rng: random.Random) -> Counter[str]:
+    """Serve `count` requests, of which some share beginnings, are aborted, fail or are refused."""
+    runner = engine.runner
+    assert isinstance(runner, ShakyRunner)
+    seen: Counter[str] = Counter()
+    while count or engine.has_work:
+        while count and len(engine.sequences) < 24:
+            count -= 1
+            ids = [*range(rng.randrange(12)), *(rng.randrange(300) for _ in range(3))]
+            if rng.random() < 0.02:
+                with pytest.raises(BadRequest):
+                    engine.add_request(ids, greedy(1000))
+                seen["refusal"] += 1
+                continue
+            sampled = {"temperature": 1.0, "seed": count} if rng.random() < 0.5 else {}
+            logprobs = rng.choice((None, None, None, 2))
+            engine.add_request(
+                ids, greedy(rng.randint(1, 3), **sampled, prompt_logprobs=logprobs)
+            )
+        if rng.random() < 0.2:
+            engine.abort(rng.choice(list(engine.sequences)))
+            seen["abort"] += 1
+        if not engine.has_work:
+            continue
+        runner.fails_at = "attention" if rng.random() < 0.01 else None
+        for output in step(engine):
+            if output.error is not None and not isinstance(output.error, InjectedFailure):
+                raise output.error
+            seen["failure"] += output.error is not None
+        seen["preemption"] += engine.last_step.preemptions if engine.last_step else 0
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_10_000_requests_leave_nothing_behind(prefix_cache: bool) -> None:
+    """After the first 1,000 neither the process nor the objects in it grow any more."""
+    engine = model_engine(
+        capacity_tokens=160, block_tokens=4, max_batch=16, prefix_cache=prefix_cache
+    )
+    sound = engine.runner
+    engine.runner = ShakyRunner(sound.model, sound.ops, sound.pool)
+    rng, process = random.Random(5), psutil.Process()
+    tiny_requests(engine, 1_000, rng)
+    gc.collect()
+    objects, rss_bytes = len(gc.get_objects()), process.memory_info().rss
+    seen = tiny_requests(engine, 9_000, rng)
+    gc.collect()
+    more_objects = len(gc.get_objects()) - objects
+    more_bytes = process.memory_info().rss - rss_bytes
+
+    assert min(seen[e] for e in ("refusal", "abort", "failure", "preemption")) > 20
+    assert not engine.sequences
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert not [o for o in gc.get_objects() if isinstance(o, Sequence)]
+    assert engine.allocator.free_blocks == engine.allocator.blocks == 40
+    assert len(engine.scheduler.take_unproven()) <= 40
+    assert (engine.allocator.idle_blocks > 0) == prefix_cache
+    assert more_objects < 1_000, "one object per request would be 9,000"
+    assert more_bytes < 9_000 * 500, "500 bytes per request"
