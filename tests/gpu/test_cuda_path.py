@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmlab import ops
+from llmlab import LLM, ops
 from llmlab.bench.results import read_arrow, results_root
 from llmlab.engine.engine import Engine
 from llmlab.engine.request import SamplingParams
@@ -18,7 +18,9 @@ from llmlab.kv.layouts import geometry
 from llmlab.kv.pool import KvPool
 from llmlab.model.load import load_config, load_model
 from llmlab.ops import sampling
-from llmlab.ops.base import SamplingRows
+from llmlab.ops.base import RowEdit, SamplingRows
+from llmlab.ops.edits import edited
+from llmlab.ops.logprobs import ranking
 from llmlab.run import main
 from llmlab.settings import (
     BatchingPolicy,
@@ -132,6 +134,38 @@ def test_the_sampler_draws_what_the_cpus_draws(dtype: torch.dtype) -> None:
     on_cpu, on_gpu = sampling.sample(logits, rows), sampling.sample(logits.to(CUDA), rows)
     assert on_gpu[1] == on_cpu[1]
     assert sum(a == b for a, b in zip(on_gpu[0], on_cpu[0], strict=True)) >= r - 1
+
+
+def test_edits_and_log_probabilities_are_the_cpus() -> None:
+    rng = np.random.default_rng(1)
+    rows, vocab = 5, 300
+    logits = torch.from_numpy(rng.normal(0, 4, (rows, vocab))).float()
+    edits = [
+        RowEdit(
+            row=row,
+            repeated=rng.choice(vocab, 20, replace=False),
+            penalty=1.3,
+            moved=rng.choice(vocab, 10, replace=False),
+            deltas=rng.normal(0, 5, 10),
+            banned=rng.choice(vocab, 3, replace=False),
+        )
+        for row in (0, 2, 4)
+    ]
+    assert torch.equal(edited(logits.to(CUDA), edits).cpu(), edited(logits, edits))
+    which, tokens = np.arange(rows), rng.integers(0, vocab, rows)
+    on_cpu, on_gpu = (ranking(x, which, tokens, 7) for x in (logits, logits.to(CUDA)))
+    np.testing.assert_allclose(on_gpu.logprobs, on_cpu.logprobs, rtol=1e-12)
+    np.testing.assert_array_equal(on_gpu.ranks, on_cpu.ranks)
+    np.testing.assert_array_equal(on_gpu.top_ids, on_cpu.top_ids)
+
+
+def test_the_prefix_cache_changes_no_token(expected: list[list[int]]) -> None:
+    with LLM("tiny", precision="fp32", kv="paged_prefix", device="cuda") as llm:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        for _ in range(2):
+            found = llm.generate(PROMPTS, params)
+            assert [list(c.answers[0].token_ids) for c in found] == expected
+        assert found[-1].answers[0].cached_tokens >= 16
 
 
 def test_a_run_on_the_gpu_says_so(tmp_path: Path) -> None:
