@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,15 @@ def test_the_login_is_seen_and_never_shown(tmp_path: Path) -> None:
     ):
         assert login.logged_in
         assert "secret" not in shown(Findings(hugging_face=login))
+
+
+def test_a_checkout_that_is_not_installed_knows_its_requirements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {(x.name, x.extra) for x in probes.libraries()}
+
+    def unknown(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", unknown)
+    assert {(x.name, x.extra) for x in probes.libraries()} == installed
