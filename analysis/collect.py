@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 
 from analysis.load import current, load_arrow
 from llmlab.bench.schema import TABLES
+from llmlab.settings import NAME_PATTERN
 
 _NEEDED = ("git_sha", "code_hash", "hw_key", "cfg_json", "started_at", "python", "versions_json")
 _HELP = """\
@@ -57,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 written; 1 nothing to write, or an unreadable file; 2 bad arguments."""
     args = parser().parse_args(argv)
+    if not re.fullmatch(NAME_PATTERN, args.experiment):
+        parser().error(f"EXPERIMENT={args.experiment!r} cannot name an experiment")
     old = None if args.replace else args.experiments
     tables, problems = load_arrow(args.results, old, [args.experiment])
     if problems:

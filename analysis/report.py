@@ -66,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 fine; 1 no rows, or the README disagrees; 2 bad arguments."""
     args = parser().parse_args(argv)
+    if args.out.exists() and not args.out.is_dir():
+        parser().error(f"--out={args.out}: not a folder")
     console = Console(soft_wrap=True, highlight=False)
     evidence = load(None, args.experiments)
     try:

@@ -24,6 +24,8 @@ def engine_settings(
     `model` is a choice of conf/model, a folder, or a Hugging Face name; None leaves it to the
     overrides. Raises ConfigError: one line for each mistake, the same as the command line's.
     """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r}: must be a list of KEY=VALUE texts")
     _check_keys(overrides, keys)
     elsewhere = _elsewhere(model)
     chosen = [] if model is None or elsewhere else [f"model={model}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,7 @@ class LLM:
         if settings.device.threads is not None:
             torch.set_num_threads(settings.device.threads)
         built = build_engine(settings, time.perf_counter)
+        self._owner = threading.get_ident()
         self.settings = settings
         self.config = built.config
         self.device = built.device
@@ -138,7 +140,9 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine underneath. Raises RuntimeError after `close`."""
+        """The engine underneath. Raises RuntimeError after `close` and in another thread."""
+        if threading.get_ident() != self._owner:
+            raise RuntimeError("an LLM belongs to the thread that made it; make one per thread")
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine
@@ -294,7 +298,8 @@ class Stream(Iterator[Delta]):
 
 
 def _is_chat(value: Any) -> bool:
-    return not isinstance(value, str) and len(value) > 0 and isinstance(value[0], Mapping)
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    return listed and len(value) > 0 and isinstance(value[0], Mapping)
 
 
 @contextmanager
@@ -307,6 +312,8 @@ def _named(number: int) -> Iterator[None]:
 
 
 def _each(prompts: Sequence[Any], encode: Callable[[Any], list[int]]) -> list[list[int]]:
+    if not isinstance(prompts, Sequence):
+        raise BadRequest(f"prompts={prompts!r}: must be a text, or a list of texts or token ids")
     encoded = []
     for number, prompt in enumerate(prompts):
         with _named(number):
@@ -317,6 +324,8 @@ def _each(prompts: Sequence[Any], encode: Callable[[Any], list[int]]) -> list[li
 def _per_prompt(params: Params, n_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * n_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise BadRequest(f"params={params!r}: must be SamplingParams, or a list of them")
     if len(params) != n_prompts:
         raise BadRequest(f"params: {len(params)} of them for {n_prompts} prompts")
     return list(params)

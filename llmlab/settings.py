@@ -10,12 +10,16 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import re
 import types
 import typing
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+NAME_PATTERN = r"[\w\d][\w.-]{0,99}"
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -359,7 +363,8 @@ class Problem:
 
 def validate(settings: Settings) -> list[Problem]:
     """Every rule that can be checked without loading anything; an empty list means it may run."""
-    problems = [*_ranges(settings), *_workload(settings), *_combinations(settings)]
+    problems = [*_names(settings), *_ranges(settings)]
+    problems += [*_workload(settings), *_combinations(settings)]
     return problems + _model_files(settings)
 
 
@@ -409,6 +414,24 @@ def get_path(settings: Settings, path: str) -> Any:
     for part in path.split("."):
         node = getattr(node, part)
     return node
+
+
+def _names(settings: Settings) -> list[Problem]:
+    """The experiment's name becomes a folder, and the output folder must be one."""
+    problems = []
+    if not re.fullmatch(NAME_PATTERN, settings.name):
+        hint = "allowed: letters, digits, '_', '-' and '.', beginning with a letter or digit"
+        problems.append(Problem("name", settings.name, "cannot name an experiment", hint))
+    folder = Path(settings.output_dir).expanduser()
+    there = next((p for p in (folder, *folder.parents) if p.exists()), folder)
+    if not settings.output_dir:
+        problems.append(Problem("output_dir", "''", "must not be empty"))
+    elif not there.is_dir() or not os.access(there, os.W_OK):
+        message = f"{there} is not a folder that can be written to"
+        problems.append(Problem("output_dir", settings.output_dir, message))
+    if settings.model.path == "":
+        problems.append(Problem("model.path", "''", "must not be empty"))
+    return problems
 
 
 def _ranges(settings: Settings) -> list[Problem]:

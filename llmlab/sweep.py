@@ -49,7 +49,7 @@ def check(points: Sequence[Point]) -> list[str]:
 
 
 def _problems(settings: Settings) -> list[Problem]:
-    problems = validate(settings) + workloads.preflight(settings.workload)
+    problems = validate(settings) or workloads.preflight(settings.workload)
     if problems:
         return problems
     try:

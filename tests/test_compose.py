@@ -197,3 +197,17 @@ def test_bookkeeping_does_not_change_what_is_measured() -> None:
     plain = config_hash(one())
     assert config_hash(one("name=other", "repeat=3", "output_dir=elsewhere")) == plain
     assert config_hash(one("seed=1")) != plain
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", ".hidden", "a b"])
+def test_a_name_that_is_no_folder_name_is_refused(name: str) -> None:
+    assert [p.path for p in validate(one(f"name='{name}'"))] == ["name"]
+
+
+def test_an_output_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        (problem,) = validate(one(f"output_dir={wrong}"))
+        assert problem.path == "output_dir"
+        assert str(tmp_path / "file") in str(problem)
+    assert validate(one(f"output_dir={tmp_path / 'new' / 'below'}")) == []

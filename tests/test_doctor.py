@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_every_model_is_judged_in_every_precision(found: dict[str, Any]) -> None
 def test_what_is_missing_comes_with_a_command(found: dict[str, Any]) -> None:
     lacking = {x["extra"] for x in found["libraries"] if not x["fits"]} - {None, "cuda", "cuda12"}
     commands = {m["command"] for m in found["missing"]}
-    assert {f"pip install 'llmlab[{extra}]'" for extra in lacking} <= commands
+    assert {f"pip install -e '.[{extra}]'" for extra in lacking} <= commands
     for name, here in found["datasets"].items():
         assert here != (f"python -m llmlab.data get {name}" in commands)
 
@@ -109,7 +110,7 @@ def test_cuda_libraries_are_advised_for_the_driver(driver: str | None, extra: st
     lacking += [Library("cupy-cuda13x", ">=13.6", None, False, "cuda")]
     gpus = [] if driver is None else [Gpu("A GPU", None, driver)]
     commands = [m.command for m in advice.missing(Findings(gpus=gpus, libraries=lacking))]
-    assert commands == ([] if extra is None else [f"pip install 'llmlab[{extra}]'"])
+    assert commands == ([] if extra is None else [f"pip install -e '.[{extra}]'"])
 
 
 def test_a_gpu_that_torch_cannot_use_is_pointed_out() -> None:
@@ -135,3 +136,15 @@ def test_the_login_is_seen_and_never_shown(tmp_path: Path) -> None:
     ):
         assert login.logged_in
         assert "secret" not in shown(Findings(hugging_face=login))
+
+
+def test_a_checkout_that_is_not_installed_knows_its_requirements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {(x.name, x.extra) for x in probes.libraries()}
+
+    def unknown(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", unknown)
+    assert {(x.name, x.extra) for x in probes.libraries()} == installed

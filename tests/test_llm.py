@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -418,3 +419,30 @@ def test_every_exported_name_exists() -> None:
     assert set(llmlab.__all__) == {n for n in llmlab.__all__ if getattr(llmlab, n).__name__ == n}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = llmlab.nothing
+
+
+def test_another_thread_is_refused_rather_than_hung(llm: LLM) -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="thread"):
+        pool.submit(llm.generate, "a").result()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "says"),
+    [
+        (None, None, "prompts=None"),
+        (3, None, "prompts=3"),
+        ("a", {"max_tokens": 3}, "params="),
+        ("a", SamplingParams(max_tokens=1.5), "max_tokens=1.5"),  # type: ignore[arg-type]
+        ("a", SamplingParams(max_tokens=True), "max_tokens=True"),
+        ("a", SamplingParams(temperature="hot"), "temperature='hot'"),  # type: ignore[arg-type]
+        ("a", SamplingParams(stop="abc"), "stop='abc'"),  # type: ignore[arg-type]
+        ("a", SamplingParams(stop=(5,)), "stop=(5,)"),  # type: ignore[arg-type]
+        ("a", SamplingParams(stop=5), "stop=5"),  # type: ignore[arg-type]
+        ("a", SamplingParams(logit_bias=[1]), "logit_bias=[1]"),  # type: ignore[arg-type]
+    ],
+)
+def test_d23_wrong_types_are_one_clear_line(llm: LLM, prompts: Any, params: Any, says: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        llm.generate(prompts, params)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

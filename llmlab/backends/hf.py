@@ -122,9 +122,7 @@ class HfBackend(Backend):
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError as error:
-            raise Unsupported(
-                "backend=hf: needs transformers (pip install 'llmlab[hf]')"
-            ) from error
+            raise Unsupported("backend=hf: needs transformers (pip install -e '.[hf]')") from error
         m = self.settings.model
         folder = locate(m)
         if m.weights is WeightsSource.checkpoint and folder is not None:

@@ -40,6 +40,10 @@ _STATUS_OF_CODE = {code: status for status, code in EXIT_CODES.items()}
 # what numpy's BLAS and torch read when they are imported, before any setting can reach them
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
+# How often a thread of GNU OpenMP looks before it sleeps at the end of a parallel region. Its own
+# choice is some milliseconds, which a busy core turns into a time slice per region.
+_SPIN = {"GOMP_SPINCOUNT": "1000"}
+
 
 @dataclass(frozen=True)
 class BlockContext:
@@ -182,7 +186,7 @@ class _Supervision:
         log.parent.mkdir(parents=True, exist_ok=True)
         threads = s.device.threads or self._base["cpu_cores"]
         resolved = replace(s, device=replace(s.device, threads=threads))
-        environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
+        environment = _SPIN | os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
         reading, writing = os.pipe()
         with (
             open(reading, "rb", buffering=0, closefd=True),

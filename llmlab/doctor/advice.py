@@ -100,7 +100,7 @@ def _libraries(libraries: Sequence[Library], gpus: Sequence[Gpu]) -> Iterable[Mi
         if extra is None:
             command = "pip install " + " ".join(f"'{x.name}{x.wanted}'" for x in of_extra)
         else:
-            command = f"pip install 'llmlab[{extra}]'"
+            command = f"pip install -e '.[{extra}]'"
         what = ", ".join(
             x.name + (f" {x.version} (too old)" if x.version else "") for x in of_extra
         )

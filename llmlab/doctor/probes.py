@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import shutil
+import tomllib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -98,7 +99,7 @@ def _why_not(kernel: str, kind: str) -> str | None:
 def libraries() -> list[Library]:
     """What pyproject.toml asks for, per extra, and what is installed of it."""
     found: dict[tuple[str, str | None], Library] = {}
-    for line in metadata.requires("llmlab") or []:
+    for line in _requirements():
         wanted = Requirement(line)
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(wanted.marker))
         if wanted.name == "llmlab":  # an extra that includes another one
@@ -106,6 +107,18 @@ def libraries() -> list[Library]:
         library = _library(wanted, extra.group(1) if extra else None)
         found.setdefault((library.name, library.extra), library)
     return list(found.values())
+
+
+def _requirements() -> list[str]:
+    """The package's requirements; of a checkout that is not installed, from its pyproject.toml."""
+    try:
+        return metadata.requires("llmlab") or []
+    except metadata.PackageNotFoundError:
+        text = (provenance.source_root() / "pyproject.toml").read_text(encoding="utf-8")
+        project = tomllib.loads(text)["project"]
+        extras = project["optional-dependencies"].items()
+        optional = [f'{line}; extra == "{name}"' for name, lines in extras for line in lines]
+        return [*project["dependencies"], *optional]
 
 
 def _library(wanted: Requirement, extra: str | None) -> Library:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from numbers import Integral, Real
 
 from llmlab.engine.history import History
 from llmlab.kv.allocator import BlockTable
@@ -15,6 +16,23 @@ from llmlab.kv.prefix import Place
 
 class BadRequest(ValueError):
     """A request with a value out of range; the text names the field, the value and the range."""
+
+
+_WHOLE = ("max_tokens", "top_k", "min_tokens", "n")
+_OPTIONAL_WHOLE = ("seed", "logprobs", "prompt_logprobs")
+_REAL = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_GROUPS: tuple[tuple[str, type, str], ...] = (
+    ("logit_bias", Mapping, "a mapping of token ids to numbers"),
+    ("stop_token_ids", Collection, "token ids"),
+    ("stop", Collection, "a tuple of texts"),
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,16 @@ class SamplingParams:
 
     def check(self, vocab: int) -> None:
         """Raises BadRequest for a value out of range for a model with `vocab` token ids."""
+        for name in _WHOLE + _REAL + _OPTIONAL_WHOLE:
+            value = getattr(self, name)
+            kind, what = (Real, "a number") if name in _REAL else (Integral, "a whole number")
+            missing = value is None and name in _OPTIONAL_WHOLE
+            if isinstance(value, bool) or not (missing or isinstance(value, kind)):
+                raise BadRequest(f"{name}={value!r}: must be {what}")
+        for name, kinds, what in _GROUPS:
+            value = getattr(self, name)
+            if not isinstance(value, kinds) or isinstance(value, str):
+                raise BadRequest(f"{name}={value!r}: must be {what}")
         for name, good, allowed in self._rules(vocab):
             if not good:
                 raise BadRequest(f"{name}={getattr(self, name)!r}: must be {allowed}")
@@ -91,7 +119,7 @@ class SamplingParams:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2**64 - 1"),
             ("stop_token_ids", all(0 <= i < vocab for i in self.stop_token_ids), ids),
-            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of texts"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "texts that are not empty"),
             ("n", self.n >= 1, "at least 1"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= vocab, f"0 to {vocab}"),
             (

@@ -36,7 +36,7 @@ def _from_hub(repo: str, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
-        hint = "pip install 'llmlab[hf]', or set model.path, or model.weights=random"
+        hint = "pip install -e '.[hf]', or set model.path, or model.weights=random"
         raise ModelConfigError(f"model.repo={repo}: needs huggingface-hub ({hint})") from error
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=HF_FILES))

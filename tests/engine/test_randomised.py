@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from collections.abc import Sized
 
 import psutil
 import pytest
@@ -41,8 +42,8 @@ def test_a_few_on_the_other_kernels(kernel: Kernel) -> None:
 
 
 @pytest.mark.slow
-def test_400_random_lives_of_an_engine() -> None:
-    check_events(run(range(1000, 1400), Kernel.sdpa), least=50)
+def test_300_random_lives_of_an_engine() -> None:
+    check_events(run(range(1000, 1300), Kernel.sdpa), least=10)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -65,10 +66,9 @@ def tiny_requests(engine: Engine, count: int, rng: random.Random) -> Counter[str
                 continue
             sampled = {"temperature": 1.0, "seed": count} if rng.random() < 0.5 else {}
             logprobs = rng.choice((None, None, None, 2))
-            engine.add_request(
-                ids, greedy(rng.randint(1, 3), **sampled, prompt_logprobs=logprobs)
-            )
-        if rng.random() < 0.2:
+            params = greedy(rng.randint(1, 8), **sampled, prompt_logprobs=logprobs)
+            engine.add_request(ids, params)
+        if engine.has_work and rng.random() < 0.2:
             engine.abort(rng.choice(list(engine.sequences)))
             seen["abort"] += 1
         if not engine.has_work:
@@ -82,12 +82,19 @@ def tiny_requests(engine: Engine, count: int, rng: random.Random) -> Counter[str
     return seen
 
 
+def items_held(engine: Engine) -> int:
+    """Entries of all lists, dicts, sets and queues that the engine keeps."""
+    owners = (engine, engine.scheduler, engine.allocator, engine.scheduler.prefixes)
+    kept = [thing for owner in owners if owner is not None for thing in vars(owner).values()]
+    return sum(len(thing) for thing in kept if isinstance(thing, Sized))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_10_000_requests_leave_nothing_behind(prefix_cache: bool) -> None:
     """After the first 1,000 neither the process nor the objects in it grow any more."""
     engine = model_engine(
-        capacity_tokens=160, block_tokens=4, max_batch=16, prefix_cache=prefix_cache
+        capacity_tokens=80, block_tokens=2, max_batch=16, prefix_cache=prefix_cache
     )
     sound = engine.runner
     engine.runner = ShakyRunner(sound.model, sound.ops, sound.pool)
@@ -95,6 +102,7 @@ def test_10_000_requests_leave_nothing_behind(prefix_cache: bool) -> None:
     tiny_requests(engine, 1_000, rng)
     gc.collect()
     objects, rss_bytes = len(gc.get_objects()), process.memory_info().rss
+    items = items_held(engine)
     seen = tiny_requests(engine, 9_000, rng)
     gc.collect()
     more_objects = len(gc.get_objects()) - objects
@@ -104,9 +112,9 @@ def test_10_000_requests_leave_nothing_behind(prefix_cache: bool) -> None:
     assert not engine.sequences
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert not [o for o in gc.get_objects() if isinstance(o, Sequence)]
+    assert not [o for o in gc.get_objects() if type(o) is Sequence]
     assert engine.allocator.free_blocks == engine.allocator.blocks == 40
-    assert len(engine.scheduler.take_unproven()) <= 40
     assert (engine.allocator.idle_blocks > 0) == prefix_cache
+    assert items_held(engine) <= items + 3 * 40, "free, kept and findable blocks vary"
     assert more_objects < 1_000, "one object per request would be 9,000"
-    assert more_bytes < 9_000 * 500, "500 bytes per request"
+    assert more_bytes < 9_000 * 300, "300 bytes per request"
