@@ -11,7 +11,7 @@ from llmlab.engine.answers import GenerationError
 from llmlab.engine.request import BadRequest, SamplingParams
 from llmlab.llm import LLM
 from llmlab.model.chat import ChatError
-from llmlab.settings import ConfigError, DecodingSettings, Settings
+from llmlab.settings import ConfigError, Settings
 
 Message = dict[str, str]
 
@@ -122,18 +122,6 @@ def open_conversation(settings: Settings, system: str | None, max_tokens: int) -
         raise ConfigError(f"model={settings.model.name}: {error}") from error
     if n >= llm.context_tokens:
         raise ConfigError(f"--system: leaves no room in a context of {llm.context_tokens} tokens")
-    return Conversation(llm, _params(settings.decoding, max_tokens), messages)
-
-
-def _params(d: DecodingSettings, max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=d.temperature,
-        top_k=d.top_k,
-        top_p=d.top_p,
-        min_p=d.min_p,
-        repetition_penalty=d.repetition_penalty,
-        presence_penalty=d.presence_penalty,
-        frequency_penalty=d.frequency_penalty,
-        ignore_eos=d.ignore_eos,
-    )
+    # Decoding settings are sampling parameters by name.
+    params = SamplingParams(max_tokens=max_tokens, **vars(settings.decoding))
+    return Conversation(llm, params, messages)

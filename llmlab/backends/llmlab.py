@@ -65,19 +65,9 @@ class LlmlabBackend(Backend):
         return self._built.tokenizer().encode(text)
 
     def submit(self, request: BenchRequest) -> None:
-        d = self.settings.decoding
-        params = SamplingParams(
-            max_tokens=request.output_tokens,
-            temperature=d.temperature,
-            top_k=d.top_k,
-            top_p=d.top_p,
-            min_p=d.min_p,
-            repetition_penalty=d.repetition_penalty,
-            presence_penalty=d.presence_penalty,
-            frequency_penalty=d.frequency_penalty,
-            seed=request.seed,
-            ignore_eos=d.ignore_eos,
-        )
+        # Decoding settings are those sampling parameters, by name, that a whole run shares.
+        shared = vars(self.settings.decoding)
+        params = SamplingParams(max_tokens=request.output_tokens, seed=request.seed, **shared)
         try:
             request_id = self.engine.add_request(request.prompt_ids, params)
         except BadRequest as error:
