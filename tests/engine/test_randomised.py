@@ -9,6 +9,7 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Sized
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -92,7 +93,11 @@ def items_held(engine: Engine) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_10_000_requests_leave_nothing_behind(prefix_cache: bool) -> None:
-    """After the first 1,000 neither the process nor the objects in it grow any more."""
+    """After the first 1,000 neither the process nor the objects in it grow any more.
+
+    Objects are counted over two halves: what is lost per request shows in both, what is made once
+    (an import, a cache) in one.
+    """
     engine = model_engine(
         capacity_tokens=80, block_tokens=2, max_batch=16, prefix_cache=prefix_cache
     )
@@ -101,11 +106,13 @@ def test_10_000_requests_leave_nothing_behind(prefix_cache: bool) -> None:
     rng, process = random.Random(5), psutil.Process()
     tiny_requests(engine, 1_000, rng)
     gc.collect()
-    objects, rss_bytes = len(gc.get_objects()), process.memory_info().rss
+    objects, rss_bytes = [len(gc.get_objects())], process.memory_info().rss
     items = items_held(engine)
-    seen = tiny_requests(engine, 9_000, rng)
-    gc.collect()
-    more_objects = len(gc.get_objects()) - objects
+    seen: Counter[str] = Counter()
+    for _ in range(2):
+        seen += tiny_requests(engine, 4_500, rng)
+        gc.collect()
+        objects.append(len(gc.get_objects()))
     more_bytes = process.memory_info().rss - rss_bytes
 
     assert min(seen[e] for e in ("refusal", "abort", "failure", "preemption")) > 20
@@ -116,5 +123,6 @@ def test_10_000_requests_leave_nothing_behind(prefix_cache: bool) -> None:
     assert engine.allocator.free_blocks == engine.allocator.blocks == 40
     assert (engine.allocator.idle_blocks > 0) == prefix_cache
     assert items_held(engine) <= items + 3 * 40, "free, kept and findable blocks vary"
-    assert more_objects < 1_000, "one object per request would be 9,000"
+    more_objects = [after - before for before, after in pairwise(objects)]
+    assert min(more_objects) < 500, "one object per request would be 4,500 in each half"
     assert more_bytes < 9_000 * 300, "300 bytes per request"
