@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-import textwrap
 from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -206,11 +205,7 @@ def _positive(text: str) -> int:
 
 def _epilog() -> str:
     lines = ["commands:", *(f"  {name:<8} {what}" for name, what in COMMANDS.items())]
-    lines += ["", "config groups and their choices (files in conf/<group>/):"]
-    for group, choices in compose.groups().items():
-        if group in CHAT_KEYS:
-            shown = f"  {group:<12} {', '.join(choices)}"
-            lines += textwrap.wrap(shown, 96, subsequent_indent=" " * 15)
+    lines += ["", *compose.choices_help(lambda group: group in CHAT_KEYS)]
     lines += [
         "",
         "examples:",

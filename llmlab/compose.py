@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,17 @@ def groups() -> dict[str, list[str]]:
         for folder in sorted(CONF.iterdir())
         if folder.is_dir() and folder.name != "hydra"
     }
+
+
+def choices_help(shown: Callable[[str], bool] = lambda group: True) -> list[str]:
+    """Lines for a `--help`: each group that is `shown`, and its choices."""
+    lines = ["config groups and their choices (files in conf/<group>/):"]
+    for group, choices in groups().items():
+        if shown(group):
+            name = f"+{group}" if group == EXPERIMENT else group
+            text = f"  {name:<12} {', '.join(choices)}"
+            lines += textwrap.wrap(text, 96, subsequent_indent=" " * 15)
+    return lines
 
 
 def points(overrides: Sequence[str], multirun: bool = False) -> list[Point]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -139,11 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _epilog() -> str:
-    lines = ["config groups and their choices (files in conf/<group>/):"]
-    for group, choices in compose.groups().items():
-        name = f"+{group}" if group == compose.EXPERIMENT else group
-        shown = f"  {name:<12} {', '.join(choices)}"
-        lines += textwrap.wrap(shown, 96, subsequent_indent=" " * 15)
+    lines = compose.choices_help()
     lines += [
         "",
         "examples:",

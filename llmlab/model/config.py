@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmlab.model.json_object import read_json_object
 from llmlab.model.rope import ROPE_TYPES, RopeConfig
 from llmlab.model.tokenizer_files import TokenizerError, tokenizer_eos_id
 
@@ -108,12 +108,12 @@ def read_config(folder: Path) -> ModelConfig:
     End ids come from generation_config.json, else config.json, else the tokenizer's own end token,
     else the family.
     """
-    raw = _read_json(folder / "config.json")
+    raw = read_json_object(folder / "config.json", ModelConfigError)
     generation = folder / "generation_config.json"
     if generation.is_file():
         raw |= {
             k: v
-            for k, v in _read_json(generation).items()
+            for k, v in read_json_object(generation, ModelConfigError).items()
             if k in ("eos_token_id", "bos_token_id") and v is not None
         }
     if raw.get("eos_token_id") is None:
@@ -124,16 +124,6 @@ def read_config(folder: Path) -> ModelConfig:
         if eos_id is not None:
             raw["eos_token_id"] = eos_id
     return from_hf(raw)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelConfigError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise ModelConfigError(f"{path}: must hold a JSON object")
-    return data
 
 
 def from_hf(raw: dict[str, Any]) -> ModelConfig:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
+
+from llmlab.model.json_object import read_json_object
 
 
 class TokenizerError(ValueError):
@@ -32,13 +33,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return {}
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{file}: cannot be read as JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise TokenizerError(f"{file}: must hold a JSON object")
-    return data
+    return read_json_object(file, TokenizerError)
 
 
 def special_strings(config: dict[str, Any]) -> dict[str, str]:
